@@ -1,0 +1,42 @@
+# Every target sets itself up on a fresh machine: Python 3.11+, venv and pip are all it needs.
+PYTHON ?= python3
+VENV   := .venv
+VERL   := .venv-verl
+BIN    := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export RPG_VERL_PYTHON ?= $(CURDIR)/$(VERL)/bin/python
+
+.PHONY: help test lint audit audit-page bench clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch -e '.[dev]'
+	touch $@
+
+$(VERL)/ready: constraints-verl.txt   # verl cannot live beside trl, so it has an environment of its own
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install -q -c constraints-verl.txt torch verl
+	touch $@
+
+lint: $(VENV)/ready            ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint $(VERL)/ready            ## lint, types and every test, the peers' real losses included
+	$(BIN)/pytest -n 2
+
+audit: $(VENV)/ready $(VERL)/ready            ## every loss, and the real losses of TRL, Liger and verl, against the exact gradient
+	$(BIN)/rpg audit --peers
+
+audit-page: $(VENV)/ready $(VERL)/ready            ## the same, written into docs/
+	$(BIN)/rpg audit --peers --json docs/audit.json --html docs/audit.html --svg docs/audit.svg --markdown docs/audit.md
+
+bench: $(VENV)/ready            ## the loss's overhead over a hand-written expression
+	$(BIN)/python benchmarks/loss_overhead.py
+
+clean:            ## remove both environments
+	rm -rf $(VENV) $(VERL)
