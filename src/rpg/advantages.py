@@ -129,9 +129,7 @@ class Advantage:
     ) -> Tensor:
         """rewards [N], groups [N] -> [N], or [N,T] for reward-to-go (which needs mask, and for its KL the log-probabilities)."""
         if rewards.dim() != 1 or groups.shape != rewards.shape:
-            raise ValueError(
-                f"rewards and groups must both be [N]; got {list(rewards.shape)} and {list(groups.shape)}"
-            )
+            raise ValueError(f"rewards and groups must both be [N]; got {list(rewards.shape)} and {list(groups.shape)}")
         rewards = rewards.float() if rewards.element_size() < 4 or not rewards.is_floating_point() else rewards
         if not bool(torch.isfinite(rewards).all()):
             raise ValueError("rewards must be finite; score failed samples before computing advantages")
@@ -159,7 +157,9 @@ class Advantage:
             return batch_whitening(group_mean(rewards, groups) if self.baseline else rewards)
         if self.kind == "greedy-baseline":
             if greedy_rewards is None or greedy_rewards.shape != rewards.shape:
-                raise ValueError("greedy-baseline needs greedy_rewards [N], the greedy response's reward for each prompt")
+                raise ValueError(
+                    "greedy-baseline needs greedy_rewards [N], the greedy response's reward for each prompt"
+                )
             return rewards - greedy_rewards.to(rewards.dtype)
         if self.kind == "reward-to-go":
             if mask is None:

@@ -127,9 +127,7 @@ class PolicyLoss:
         if self.clip is None or not self.clip.holds_kl or self.divergence == "none" or self.kl_to_go:
             return False
         row = DIVERGENCES[self.divergence]
-        return row.exact and (
-            self.estimator == "reinforce" or row.per_ratio is not None or self.clip.whole_sample
-        )
+        return row.exact and (self.estimator == "reinforce" or row.per_ratio is not None or self.clip.whole_sample)
 
     @property
     def kl_inside(self) -> bool:
@@ -264,7 +262,9 @@ class PolicyLoss:
             loss = loss * old_mass
 
         def metrics() -> dict[str, Tensor]:
-            return diagnose(self, view, clip, sampled_kl, logp, old_logp, ref_logp, rollout_logp, mask, entropy, weight_m)
+            return diagnose(
+                self, view, clip, sampled_kl, logp, old_logp, ref_logp, rollout_logp, mask, entropy, weight_m
+            )
 
         return LossOutput(self._reduce(loss, view.valid, mask, denominator), metrics)
 

@@ -18,8 +18,13 @@ from rpg.audit.peers import peers
 
 BETA = 0.3
 LENGTHS = (4, 1, 2, 3, 4, 2, 3)
-EXACT = {"rtol": 1e-7, "atol": 1e-9}  # verl adds 1e-8 to |y|
-SINGLE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+def tolerance(peer):
+    """float32 for Liger; otherwise what is left of verl's 1e-8 beside |y| and of TRL's float32 SAPO temperatures."""
+    if peer.dtype == torch.float32:
+        return {"rtol": 2e-4, "atol": 2e-5}
+    return {"rtol": 1e-6, "atol": 1e-7} if "sapo" in peer.name else {"rtol": 1e-7, "atol": 1e-9}
 
 
 @functools.cache
@@ -75,7 +80,7 @@ class Terms:
         self.dk3 = 1 - (-self.log_u).exp()
 
     def sapo(self, tau_positive=1.0, tau_negative=1.05):
-        tau = torch.where(self.A > 0, tau_positive, tau_negative)
+        tau = torch.full_like(self.A, tau_negative).masked_fill(self.A > 0, tau_positive)
         gate = torch.sigmoid(tau * (self.w - 1))
         return -self.A * 4 * gate * (1 - gate) * self.w
 
@@ -143,7 +148,7 @@ def test_unclipped_coefficient_is_the_textbook_one(name, on_policy):
         expected_NT = (TEXTBOOK[name](terms) * terms.mask).expand(batch.mask_NT.shape)
         c_NT = peer.coefficients(batch, BETA)
         assert c_NT.dtype == torch.float64
-        torch.testing.assert_close(c_NT, expected_NT, **(EXACT if peer.dtype == torch.float64 else SINGLE))
+        torch.testing.assert_close(c_NT, expected_NT, **tolerance(peer))
 
 
 @pytest.mark.parametrize("name", ["trl dapo", "liger dapo (KL correction)", "verl vanilla + low_var_kl"])
@@ -153,10 +158,10 @@ def test_default_clip_drops_the_policy_term_and_keeps_the_kl_term(name):
     terms = Terms(batch)
     dropped_NT = torch.where(terms.A > 0, terms.w > 1.2, (terms.w < 0.8) | ((terms.w > 3) & name.startswith("verl")))
     assert (dropped_NT & batch.mask_NT).any()
-    kl_NT = terms.dk3 if name.startswith("verl") else terms.w * terms.log_u
+    verl_kl_NT = torch.where(terms.k3 > 10, 0.0, terms.dk3)
+    kl_NT = verl_kl_NT if name.startswith("verl") else terms.w * terms.log_u
     expected_NT = (torch.where(dropped_NT, 0.0, -terms.A * terms.w) + BETA * kl_NT) * terms.mask
-    tolerance = EXACT if peer.dtype == torch.float64 else SINGLE
-    torch.testing.assert_close(peer.clipped(batch, BETA), expected_NT, **tolerance)
+    torch.testing.assert_close(peer.clipped(batch, BETA), expected_NT, **tolerance(peer))
 
 
 @pytest.mark.parametrize(("name", "factor"), [("trl cispo", 0.2), ("liger cispo", 0.2), ("verl cispo", 1.0)])
@@ -166,7 +171,7 @@ def test_default_cispo_clip_on_policy(name, factor):
     peer = row(f"{name} (no KL)")
     batch = random_batch(on_policy=True)
     expected_NT = -factor * batch.advantages_N[:, None] * batch.mask_NT
-    torch.testing.assert_close(peer.clipped(batch, BETA), expected_NT, **SINGLE)
+    torch.testing.assert_close(peer.clipped(batch, BETA), expected_NT, **tolerance(peer))
 
 
 def test_verl_k3_has_no_gradient_past_its_clamp():

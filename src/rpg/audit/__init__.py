@@ -1,0 +1,130 @@
+"""Is this loss's gradient the one that was meant? ``rpg.audit.check(loss)``, or ``rpg audit`` on the command line.
+
+Small autoregressive policies, all responses enumerated, float64: the expected gradient of a loss is compared with autograd
+on the exact objective, on-policy, off-policy with ref = old, and with three different policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from ..algorithms import Algorithm
+from ..losses import PolicyLoss
+from .measure import Measurement, Subject, measure
+from .problem import SCENARIOS, Batch, Problem
+from .subjects import resolve
+
+__all__ = [
+    "SCENARIOS",
+    "Audit",
+    "Batch",
+    "Measurement",
+    "Problem",
+    "Row",
+    "Subject",
+    "check",
+    "measure",
+    "resolve",
+    "run",
+]
+
+OBJECTIVES = ("token", "sequence")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One subject in one setting, over all seeds: means, and the worst bias."""
+
+    name: str
+    source: str
+    note: str
+    divergence: str
+    objective: str
+    own: bool  # is this the objective its level is exact for?
+    scenario: str
+    lengths: str
+    bias: float
+    worst_bias: float
+    cosine: float
+    variance: float
+    kl_bias: float | None
+    clipped_bias: float | None
+    cut: float | None
+    left: float | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    rows: list[Row]
+    seeds: int
+    beta: float
+    drift: float
+    messages: list[str]
+
+    def select(self, **wanted: object) -> list[Row]:
+        return [r for r in self.rows if all(getattr(r, k) == v for k, v in wanted.items())]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(
+    loss: str | PolicyLoss | Algorithm | Callable[..., Any],
+    divergence: str | None = None,
+    objective: str | None = None,
+    seeds: int = 5,
+    beta: float = 0.1,
+) -> Audit:
+    """Audit one loss: a preset's name, an Algorithm, a PolicyLoss, a callable, or an import path to one."""
+    return run([resolve(loss, divergence, objective)], seeds=seeds, beta=beta)
+
+
+def run(
+    subjects: Iterable[Subject],
+    seeds: int = 5,
+    beta: float = 0.1,
+    drift: float = 0.5,
+    messages: Iterable[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Audit:
+    """Every subject in every scenario, at fixed and variable lengths, against its own and the other objective."""
+    rows = []
+    problems = {
+        (scenario, variable): [Problem(scenario, variable, seed, beta=beta, drift=drift) for seed in range(seeds)]
+        for scenario in SCENARIOS
+        for variable in (False, True)
+    }
+    for subject in subjects:
+        progress(subject.name)
+        for (scenario, variable), instances in problems.items():
+            for objective in dict.fromkeys((subject.objective, *OBJECTIVES)):
+                found = [measure(subject, problem, objective) for problem in instances]
+                rows.append(
+                    Row(
+                        name=subject.name,
+                        source=subject.source,
+                        note=subject.note,
+                        divergence=subject.divergence,
+                        objective=objective,
+                        own=objective == subject.objective,
+                        scenario=scenario,
+                        lengths="variable" if variable else "fixed",
+                        bias=fmean(m.bias for m in found),
+                        worst_bias=max(m.bias for m in found),
+                        cosine=fmean(m.cosine for m in found),
+                        variance=fmean(m.variance for m in found),
+                        kl_bias=_mean(m.kl_bias for m in found),
+                        clipped_bias=_mean(m.clipped_bias for m in found),
+                        cut=_mean(m.cut for m in found),
+                        left=_mean(m.left for m in found),
+                    )
+                )
+    return Audit(rows, seeds, beta, drift, list(messages))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return fmean(known) if known else None

@@ -164,7 +164,7 @@ def _trl_rows() -> list[Peer]:
     return rows
 
 
-def _field_defaults(config_class: type) -> SimpleNamespace:
+def _field_defaults(config_class: type[Any]) -> SimpleNamespace:
     """A configuration's published defaults, without running its checks of the machine."""
     defaults = {}
     for field in dataclasses.fields(config_class):
@@ -175,7 +175,7 @@ def _field_defaults(config_class: type) -> SimpleNamespace:
     return SimpleNamespace(**defaults)
 
 
-def _trl_trainer(trainer_class: type, args: SimpleNamespace, clip: bool, logp_NT: Tensor) -> Any:
+def _trl_trainer(trainer_class: type[Any], args: SimpleNamespace, clip: bool, logp_NT: Tensor) -> Any:
     """A trainer that was never constructed (no model, no data), with the state that its `_compute_loss` reads: one
     process, one accumulation step, and log-probabilities that are our leaf instead of a forward pass."""
     trainer = trainer_class.__new__(trainer_class)

@@ -6,7 +6,7 @@ autograd. What a loss's gradient is compared with does not come from the formula
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -53,14 +53,14 @@ class Problem:
         rng = torch.Generator().manual_seed(self.seed)
         states, size = len(self.prefixes), 2 * self.vocabulary
         features_SF = torch.randn(states, size, generator=rng, dtype=torch.float64) / size**0.5
-        start, step, away = (
-            torch.randn(size, self.vocabulary, generator=rng, dtype=torch.float64) for _ in range(3)
-        )
+        start, step, away = (torch.randn(size, self.vocabulary, generator=rng, dtype=torch.float64) for _ in range(3))
         theta, mu, ref = start + self.drift * step, start, start + self.drift * away
         if self.scenario == "on-policy":
             mu = theta
         elif self.scenario == "off-policy, ref = old":
             ref = mu
+        elif self.scenario == "at rest":
+            mu = ref = theta
         elif self.scenario != "three policies":
             raise ValueError(f"unknown scenario {self.scenario!r}. Known: {', '.join(SCENARIOS)}")
         rewards_N = torch.randn(len(self.tokens_NT), generator=rng, dtype=torch.float64)
@@ -134,13 +134,28 @@ class Problem:
 
     # ---- the objectives -------------------------------------------------------------------------------------------
 
-    def objective_gradient(self, kind: str, divergence: str, rewards_N: Tensor | None = None) -> Tensor:
-        """∇J of ``sequence``, ``token`` or ``geometric`` kind, flattened, by autograd on the exact sum."""
-        theta = self.theta.clone().requires_grad_()
-        rewards_N = self.rewards_N if rewards_N is None else rewards_N
-        value = {"sequence": self._sequence, "token": self._token, "geometric": self._geometric}[kind]
-        (gradient,) = torch.autograd.grad(value(theta, divergence, rewards_N), theta)
-        return gradient.flatten()
+    @cached_property
+    def at_rest(self) -> Problem:
+        """The same current policy, with μ = ref = π: there every method must give ∇E[R]."""
+        return replace(self, scenario="at rest")
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[str, str, bool], Tensor]:
+        return {}
+
+    def objective_gradient(self, kind: str, divergence: str, rewarded: bool = True) -> Tensor:
+        """∇J of ``sequence``, ``token`` or ``geometric`` kind, flattened, by autograd on the exact sum.
+
+        Without ``rewarded`` all rewards are zero, which leaves −β·∇D.
+        """
+        key = (kind, divergence, rewarded)
+        if key not in self._gradients:
+            theta = self.theta.clone().requires_grad_()
+            rewards_N = self.rewards_N if rewarded else torch.zeros_like(self.rewards_N)
+            value = {"sequence": self._sequence, "token": self._token, "geometric": self._geometric}[kind]
+            (gradient,) = torch.autograd.grad(value(theta, divergence, rewards_N), theta)
+            self._gradients[key] = gradient.flatten()
+        return self._gradients[key]
 
     def _sequence(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """E_π[R] − β·D over whole responses."""
@@ -149,14 +164,14 @@ class Problem:
 
     def _token(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """States and continuations frozen at μ: Σ_h μ(h)·{E_{a~π}[Q^μ(h,a)] − β·D(π(·|h), ref(·|h))}."""
-        _, _, mu, ref, _ = self._draws
+        ref = self._draws[3]
         pi_SV, ref_SV = self.logits_SV(theta).softmax(-1), self.logits_SV(ref).softmax(-1)
         reach_SV = torch.zeros_like(ref_SV)  # μ(h,a): the probability that a response passes through h and then a
         weighted_SV = torch.zeros_like(ref_SV)  # the same times the mean reward of what follows, μ(h,a)·Q^μ(h,a)
-        for y, state_T, tokens_T in zip(range(len(self.tokens_NT)), self.state_NT, self.tokens_NT, strict=True):
-            for t in range(int(self.mask_NT[y].sum())):
-                reach_SV[state_T[t], tokens_T[t]] += self.probability_N[y]
-                weighted_SV[state_T[t], tokens_T[t]] += self.probability_N[y] * rewards_N[y]
+        for n, t in self.mask_NT.nonzero().tolist():
+            state, token = self.state_NT[n, t], self.tokens_NT[n, t]
+            reach_SV[state, token] += self.probability_N[n]
+            weighted_SV[state, token] += self.probability_N[n] * rewards_N[n]
         q_SV = weighted_SV / reach_SV
         visits_S = reach_SV.sum(-1)
         kl_S = torch.stack([_kl(p, r, divergence) for p, r in zip(pi_SV, ref_SV, strict=True)])
@@ -168,9 +183,10 @@ class Problem:
         With p̃ = π^(1/|y|) and so on, E_μ[(p̃/μ̃)·R] − β·D(p̃, r̃), where D sums over responses weighted by μ/μ̃.
         """
         length_N = self.mask_NT.sum(-1)
-        root = [(x_NT.sum(-1) / length_N).exp() for x_NT in (self.logp_NT(theta), self.batch.old_logp_NT, self.batch.ref_logp_NT)]
-        measure_N = self.probability_N / root[1]
-        return (measure_N * root[0] * rewards_N).sum() - self.beta * _kl(root[0], root[2], divergence, measure_N)
+        logp_NT, b = self.logp_NT(theta), self.batch
+        pi_N, mu_N, ref_N = ((x.sum(-1) / length_N).exp() for x in (logp_NT, b.old_logp_NT, b.ref_logp_NT))
+        measure_N = self.probability_N / mu_N
+        return (measure_N * pi_N * rewards_N).sum() - self.beta * _kl(pi_N, ref_N, divergence, measure_N)
 
 
 def _kl(p: Tensor, q: Tensor, divergence: str, measure: Tensor | float = 1.0) -> Tensor:

@@ -1,0 +1,132 @@
+"""What can be audited: a preset's name, an Algorithm, a PolicyLoss, or any callable, given or by import path."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import clipping as clip
+from ..algorithms import Algorithm, algorithm, algorithms
+from ..checks import choose
+from ..losses import PolicyLoss
+from ..objective import DIVERGENCES
+from .measure import Coefficients, Subject
+from .problem import Batch
+
+OBJECTIVE_OF_LEVEL = {"token": "token", "sequence": "sequence", "sequence-mean": "geometric"}
+
+
+def unclipped(loss: PolicyLoss) -> PolicyLoss:
+    """The loss with its cuts out of the way. Truncation and gates stay: they are the weight, not a guard."""
+    if isinstance(loss.clip, clip.LogBox):
+        return loss.replace(clip=clip.LogBox(None, None))
+    cuts = loss.clip is not None and loss.clip.action == "cut" and not isinstance(loss.clip, clip.Sigmoid)
+    return loss.replace(clip=None, kl_in_clip=None) if cuts else loss
+
+
+def of_policy_loss(loss: PolicyLoss, name: str, source: str = "rpg") -> Subject:
+    def coefficients(loss: PolicyLoss) -> Coefficients:
+        def compute(b: Batch, beta: float) -> Tensor:
+            logp_NT = b.logp_NT.clone().requires_grad_()
+            sized = loss.replace(beta=beta if loss.divergence != "none" else 0.0)
+            rollout_NT = b.old_logp_NT if loss.mismatch is not None else None
+            out = sized(logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT, rollout_NT)
+            (c_NT,) = torch.autograd.grad(out.loss.sum(), logp_NT)
+            return c_NT * sized.count(b.mask_NT).double()
+
+        return compute
+
+    plain = unclipped(loss)
+    row = DIVERGENCES.get(loss.divergence)
+    return Subject(
+        name=name,
+        source=source,
+        divergence="rkl" if row is not None and not row.exact else loss.divergence,
+        objective="sequence" if loss.kl_to_go and loss.level == "sequence" else OBJECTIVE_OF_LEVEL[loss.level],
+        coefficients=coefficients(plain),
+        clipped=None if plain is loss else coefficients(loss),
+    )
+
+
+def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: str) -> Subject:
+    """``fn(logp, old_logp, advantages, mask, ref_logp)`` -> a loss, an object with ``.loss``, or a tuple starting with it.
+
+    Arguments are passed by name if the function names them so, else by position; ``beta`` is passed if it takes one.
+    """
+    parameters = inspect.signature(fn).parameters
+    known = ("logp", "old_logp", "advantages", "mask", "ref_logp")
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    by_name = all(k in parameters for k in known[:4])
+
+    def compute(b: Batch, beta: float) -> Tensor:
+        logp_NT = b.logp_NT.clone().requires_grad_()
+        values = dict(zip(known, (logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT), strict=True))
+        extra = {"beta": beta} if "beta" in parameters else {}
+        if by_name:
+            out = fn(**{k: v for k, v in values.items() if k in parameters or takes_any}, **extra)
+        else:
+            out = fn(*list(values.values())[: len(parameters) - len(extra)], **extra)
+        loss = out[0] if isinstance(out, tuple) else getattr(out, "loss", out)
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+            raise TypeError(f"{name} must return a loss that depends on logp; got {type(loss).__name__}")
+        (c_NT,) = torch.autograd.grad(loss.sum(), logp_NT)
+        return c_NT
+
+    return Subject(name, "user", divergence, objective, compute)
+
+
+def load(path: str) -> Any:
+    """The object at ``package.module:name`` or ``file.py:name``."""
+    module_name, _, attribute = path.rpartition(":")
+    try:
+        if module_name.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"cannot read {module_name}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+    except (ImportError, OSError) as error:
+        raise ValueError(f"cannot import {module_name!r}: {error}") from None
+    if not hasattr(module, attribute):
+        raise ValueError(
+            choose(f"name in {module_name}", attribute, [n for n in vars(module) if not n.startswith("_")])
+        )
+    return getattr(module, attribute)
+
+
+def resolve(
+    given: str | PolicyLoss | Algorithm | Callable[..., Any],
+    divergence: str | None = None,
+    objective: str | None = None,
+) -> Subject:
+    """A subject from anything that can be audited. ``divergence`` and ``objective`` state what it is meant to ascend."""
+    name = given if isinstance(given, str) else getattr(given, "__name__", getattr(given, "name", "PolicyLoss"))
+    target: Any = given
+    if isinstance(given, str):
+        if ":" in given:
+            target = load(given)
+        elif given in algorithms():
+            target = algorithm(given)
+        else:
+            raise ValueError(choose("loss", given, algorithms()) + "; or an import path, package.module:name")
+    if isinstance(target, Algorithm):
+        target = target.loss
+    if isinstance(target, PolicyLoss):
+        subject = of_policy_loss(target, name)
+    elif callable(target):
+        subject = of_callable(target, name, divergence or "rkl", objective or "token")
+    else:
+        raise TypeError(f"{name} is neither a loss nor a callable but {type(target).__name__}")
+    return replace(subject, divergence=divergence or subject.divergence, objective=objective or subject.objective)
