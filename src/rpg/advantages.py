@@ -20,12 +20,16 @@ class Groups:
     """Sums, means and deviations within groups of any sizes."""
 
     def __init__(self, group_N: Tensor):
-        _, self.index_N, self.size_K = group_N.unique(return_inverse=True, return_counts=True)
+        unique = group_N.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+        self.index_N: Tensor = unique[1]
+        self.size_K: Tensor = unique[2]
 
     def mean(self, x_N: Tensor) -> Tensor:
-        """Each element's group mean, [N]."""
-        sums_K = x_N.new_zeros(len(self.size_K)).index_add_(0, self.index_N, x_N)
-        return (sums_K / self.size_K)[self.index_N]
+        """Each element's group mean, [N]. Taken from the group's least element, so that equal rewards give exactly 0."""
+        least_N = x_N.new_zeros(len(self.size_K)).scatter_reduce_(0, self.index_N, x_N, "amin", include_self=False)
+        least_N = least_N[self.index_N]
+        sums_K = x_N.new_zeros(len(self.size_K)).index_add_(0, self.index_N, x_N - least_N)
+        return least_N + (sums_K / self.size_K)[self.index_N]
 
     def std(self, x_N: Tensor) -> Tensor:
         """Each element's group standard deviation (n−1, as in TRL and verl; 0 for a group of one), [N]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,27 @@ def one_of(what: str, given: str, known: Iterable[str]) -> None:
         raise ValueError(choose(what, str(given), known))
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """A checked batch: one floating type, no NaN or infinity under the mask. Only logp may carry a gradient."""
+
+    logp: Tensor  # [B,T], as are the next three
+    old: Tensor
+    ref: Tensor | None  # None: old
+    rollout: Tensor | None
+    advantages: Tensor  # [B] or [B,T]
+    mask: Tensor  # [B,T], 1.0 on response tokens
+    length: Tensor  # [B]
+
+    def log_ratio(self, a: Tensor, b: Tensor) -> Tensor:
+        """log a/b, zero under the mask: there a ratio is 1 and every k3 is 0."""
+        return (a - b) * self.mask
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Over the response tokens, of something that is zero elsewhere."""
+        return x.sum() / self.length.sum()
+
+
 def check_batch(
     level: str,
     logp: Tensor,
@@ -30,34 +52,37 @@ def check_batch(
     mask: Tensor,
     ref_logp: Tensor | None,
     rollout_logp: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Shapes and types checked, half precision raised to float32, everything under the mask zero."""
+) -> Inputs:
+    """Shapes and types checked, half precision raised to float32."""
     if logp.dim() != 2:
         raise ValueError(f"logp must be [B,T], one row per response; got shape {list(logp.shape)}")
     shape = list(logp.shape)
-    for name, x in {"old_logp": old_logp, "mask": mask, "ref_logp": ref_logp, "rollout_logp": rollout_logp}.items():
+    policies = {"logp": logp, "old_logp": old_logp, "ref_logp": ref_logp, "rollout_logp": rollout_logp}
+    for name, x in {**policies, "mask": mask}.items():
         if x is not None and list(x.shape) != shape:
             raise ValueError(f"{name} must have the shape of logp, {shape}; got {list(x.shape)}")
     if list(advantages.shape) not in (shape[:1], shape):
         raise ValueError(f"advantages must be {shape[:1]} or {shape}, as logp has it; got {list(advantages.shape)}")
     if level != "token" and advantages.dim() == 2:
         raise ValueError(f"advantages must be {shape[:1]} at level={level!r}: one number per response")
-    for name, x in {"logp": logp, "old_logp": old_logp, "ref_logp": ref_logp, "rollout_logp": rollout_logp}.items():
+    for name, x in policies.items():
         if x is not None and not x.is_floating_point():
             raise TypeError(f"{name} must be floating-point log-probabilities; got {x.dtype} (token ids?)")
-    if mask.is_floating_point() and bool((mask != mask.bool()).any()):
-        raise ValueError("mask must be 0 or 1; weights on tokens belong into advantages")
 
     dtype = torch.float32 if logp.element_size() < 4 else logp.dtype
-    mask = mask.bool()
-    masked = ~mask
-
-    def clean(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach().to(dtype).masked_fill(masked, 0)
-
-    logp = logp.to(dtype).masked_fill(masked, 0)
+    weight = mask.to(dtype)
+    if mask.dtype != torch.bool and not torch.equal(weight, weight * weight):
+        raise ValueError("mask must be 0 or 1; weights on tokens belong into advantages")
+    logp, old_logp = logp.to(dtype), old_logp.detach().to(dtype)
+    ref_logp, rollout_logp = (None if x is None else x.detach().to(dtype) for x in (ref_logp, rollout_logp))
     advantages = advantages.detach().to(dtype)
-    advantages = advantages.masked_fill(masked if advantages.dim() == 2 else ~mask.any(-1), 0)
-    old = clean(old_logp)
-    assert old is not None
-    return logp, old, advantages, mask, clean(ref_logp), clean(rollout_logp)
+    length = weight.sum(-1)
+    # One sum per tensor tells whether anything in it is NaN or infinite: only then is it worth cleaning under the mask.
+    given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None]
+    if not bool(torch.isfinite(torch.stack([x.sum() for x in given]).sum())):
+        masked = ~mask.bool()
+        logp, old_logp = logp.masked_fill(masked, 0), old_logp.masked_fill(masked, 0)
+        ref_logp, rollout_logp = (None if x is None else x.masked_fill(masked, 0) for x in (ref_logp, rollout_logp))
+        # a response without tokens has no advantage, whatever was computed for it
+        advantages = advantages.masked_fill(masked if advantages.dim() == 2 else length == 0, 0)
+    return Inputs(logp, old_logp, ref_logp, rollout_logp, advantages, weight, length)

@@ -49,23 +49,20 @@ class Clip:
         """The rule for these ratios; only Adaptive depends on them."""
         return self
 
-    def _low_high(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        (low_p, high_p), (low_n, high_n) = self.limits()
-        positive = advantage >= 0
-        return _pick(positive, low_p, low_n, advantage), _pick(positive, high_p, high_n, advantage)
+    def keep(self, w: Tensor, advantage: Tensor) -> Tensor:
+        """Strictly inside the limits of its sign."""
+        positive, negative = (_inside(w, *limits) for limits in self.limits())
+        return torch.where(advantage >= 0, positive, negative)
 
     def outside(self, w: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """(below, above): which samples have reached the lower, the upper limit."""
-        low, high = self._low_high(advantage)
-        return w <= low, w >= high
-
-    def keep(self, w: Tensor, advantage: Tensor) -> Tensor:
-        low, high = self._low_high(advantage)
-        return (w > low) & (w < high)
+        """(below, above): which samples have reached the lower, the upper limit of their sign."""
+        (low_p, high_p), (low_n, high_n) = self.limits()
+        positive = advantage >= 0
+        return torch.where(positive, w <= low_p, w <= low_n), torch.where(positive, w >= high_p, w >= high_n)
 
     def clamp(self, w: Tensor, advantage: Tensor) -> Tensor:
-        low, high = self._low_high(advantage)
-        return torch.minimum(torch.maximum(w, low), high)
+        positive, negative = (w.clamp(*limits) for limits in self.limits())
+        return torch.where(advantage >= 0, positive, negative)
 
     def surrogate(self, w: Tensor, advantage: Tensor) -> Tensor:
         if self.action == "truncate":
@@ -76,10 +73,11 @@ class Clip:
         return w * self.keep(w, advantage) if self.action == "cut" else self.clamp(w, advantage)
 
 
-def _pick(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """torch.where over two numbers, in the type of ``like`` and without a copy from the host."""
-    a, b = (torch.full((), x, dtype=like.dtype, device=like.device) for x in (yes, no))
-    return torch.where(condition, a, b)
+def _inside(w: Tensor, low: float, high: float) -> Tensor:
+    """low < w < high; a ratio is positive, so a limit of 0 or infinity asks nothing."""
+    if low <= 0:
+        return w < high
+    return w > low if high == INF else (w > low) & (w < high)
 
 
 def _check_low_high(low: float | None, high: float | None) -> None:
@@ -302,7 +300,8 @@ class Sigmoid(Clip):
         return Limits((0.0, INF), (0.0, INF))
 
     def _tau(self, advantage: Tensor) -> Tensor:
-        return _pick(advantage > 0, self.tau_positive, self.tau_negative, advantage)
+        negative = (advantage <= 0).to(advantage.dtype)
+        return self.tau_positive + (self.tau_negative - self.tau_positive) * negative
 
     def surrogate(self, w: Tensor, advantage: Tensor) -> Tensor:
         tau = self._tau(advantage)

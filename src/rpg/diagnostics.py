@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .checks import Inputs
 from .clipping import Clip
 from .objective import Divergence, k3
 
@@ -18,82 +19,82 @@ if TYPE_CHECKING:
     from .losses import PolicyLoss, View
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+QUANTILE_SAMPLE = 65_536  # quantiles of more elements than this are taken over about as many, evenly spaced
 
 
 @torch.no_grad()
 def diagnose(
     loss: PolicyLoss,
+    x: Inputs,
     view: View,
     clip: Clip | None,
     kl: Divergence | None,
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    ref_BT: Tensor | None,
-    rollout_BT: Tensor | None,
-    mask_BT: Tensor,
+    correction: Tensor | None,
     entropy_BT: Tensor | None,
-    mismatch_weight: Tensor | None,
 ) -> dict[str, Tensor]:
-    limit = loss.max_log_ratio
-    valid, w = view.valid, view.w.detach()[view.valid]
-    logp, old = logp_BT.detach()[mask_BT], old_BT[mask_BT]
-    out: dict[str, Tensor] = {"tokens": mask_BT.sum(), "sequences": mask_BT.any(-1).sum()}
+    limit, logp = loss.max_log_ratio, x.logp.detach()
+    out = {"tokens": x.length.sum(), "sequences": (x.length > 0).sum()}
 
     # the ratio π/μ at the loss's level
-    n = max(len(w), 1)
-    out["ess"] = w.sum().square() / (n * w.square().sum())  # effective sample size, as a fraction of the samples
-    ordered = w.sort().values
-    for name, q in QUANTILES.items():
-        out[f"ratio/{name}"] = ordered[round(q * (n - 1))] if len(w) else w.new_tensor(torch.nan)
-    out["ratio/max"] = w.max() if len(w) else w.new_tensor(torch.nan)
-    out["bounded"] = (view.log_w.detach()[valid].abs() > limit).float().mean()  # exponents held at ±max_log_ratio
+    w, valid = view.ratios.w.detach(), view.valid > 0
+    n = view.valid.sum()
+    out["ess"] = _effective(w, valid)  # effective sample size, as a fraction of the samples
+    out |= {f"ratio/{name}": x for name, x in _quantiles(w, valid).items()}
+    out["ratio/max"] = w.masked_fill(~valid, 0).max()
+    out["bounded"] = ((view.log_w.detach().abs() > limit) & valid).sum() / n  # exponents held at ±max_log_ratio
 
     # KL per token, both directions: kl/x is KL(π‖x), kl/x_forward is KL(x‖π)
-    log_w = (logp - old).clamp(-limit, limit)
+    log_w = x.log_ratio(logp, x.old).clamp_(-limit, limit)
     token_w = log_w.exp()
-    out["kl/old"] = (token_w * k3(-log_w)).mean()
-    out["kl/old_forward"] = k3(log_w).mean()
-    if ref_BT is not None:
-        ref = ref_BT[mask_BT]
-        log_u, log_v = (logp - ref).clamp(-limit, limit), (ref - old).clamp(-limit, limit)
-        out["kl/ref"] = (token_w * k3(-log_u)).mean()
-        out["kl/ref_forward"] = (log_v.exp() * k3(log_u)).mean()
-        out["bounded_ref"] = (((logp - ref).abs() > limit) | ((ref - old).abs() > limit)).float().mean()
+    out["kl/old"] = x.mean(token_w * k3(-log_w))
+    out["kl/old_forward"] = x.mean(k3(log_w))
+    if x.ref is not None:
+        log_u, log_v = x.log_ratio(logp, x.ref), x.log_ratio(x.ref, x.old)
+        out["bounded_ref"] = x.mean((log_u.abs() > limit) | (log_v.abs() > limit))
+        log_u, log_v = log_u.clamp_(-limit, limit), log_v.clamp_(-limit, limit)
+        out["kl/ref"] = x.mean(token_w * k3(-log_u))
+        out["kl/ref_forward"] = x.mean(log_v.exp_() * k3(log_u))
+    out["entropy_sampled"] = -x.mean(token_w * logp * x.mask)  # an estimate from the sampled tokens alone
     if entropy_BT is not None:
-        out["entropy"] = entropy_BT.detach()[mask_BT].float().mean()
-    out["entropy_sampled"] = -(token_w * logp).mean()  # an estimate from the sampled tokens alone
+        out["entropy"] = x.mean(entropy_BT.detach().float().masked_fill(x.mask == 0, 0))
 
     # what is cut, and what drives the gradient
-    reward, kl_weight = loss._weights(view, clip, kl)
+    effective = w
     if clip is not None:
-        a = view.advantage if kl is None or not loss.kl_inside or clip.action == "truncate" else None
-        a = view.advantage + loss.beta * _per_ratio(kl, view) if a is None else a
-        a = a.expand_as(view.w)
-        below, above = clip.outside(view.w.detach(), a)
-        dual = above & (a < 0) if clip.action == "cut" else torch.zeros_like(above)
-        out["clip/low"] = below[valid].float().mean()
-        out["clip/high"] = (above & ~dual)[valid].float().mean()
-        out["clip/dual"] = dual[valid].float().mean()
-        low, high = clip.bounds()
-        out["clip/bound_low"], out["clip/bound_high"] = w.new_tensor(low), w.new_tensor(high)
-    if kl_weight is not None:
-        kl_size = kl_weight.expand_as(view.w)[valid].abs().sum()
-        total = kl_size + reward.expand_as(view.w)[valid].abs().sum()
-        out["kl/gradient_share"] = kl_size / total.clamp(min=1e-30)
+        branching = loss._branching(view, clip, kl)
+        below, above = (side & valid for side in clip.outside(w, branching))
+        dual = above & (branching < 0) if clip.action == "cut" else torch.zeros_like(above)
+        out["clip/low"], out["clip/dual"] = below.sum() / n, dual.sum() / n
+        out["clip/high"] = (above & ~dual).sum() / n
+        out["clip/bound_low"], out["clip/bound_high"] = (w.new_tensor(bound) for bound in clip.bounds())
+        effective = clip.weight(w, branching)
+    if kl is not None:
+        reward = effective * view.advantage
+        kl_size = ((loss._omega(view, clip, kl) - reward) * view.valid).abs().sum()
+        out["kl/gradient_share"] = kl_size / ((reward * view.valid).abs().sum() + kl_size).clamp(min=1e-30)
 
-    if rollout_BT is not None:  # the sampler's engine against the trainer's forward pass
-        log_rho = old - rollout_BT[mask_BT]
-        rho = log_rho.clamp(-limit, limit).exp()
-        out["mismatch/kl"] = k3(log_rho.clamp(-limit, limit)).mean()  # KL(sampler‖old)
-        out["mismatch/max_log_ratio"] = log_rho.abs().max() if len(log_rho) else log_rho.new_tensor(torch.nan)
-        out["mismatch/ess"] = rho.sum().square() / (max(len(rho), 1) * rho.square().sum())
-    if mismatch_weight is not None:
-        rows = mask_BT if mismatch_weight.dim() == 2 else mask_BT.any(-1)
-        out["mismatch/dropped"] = (mismatch_weight[rows] == 0).float().mean()
-    return {name: x.float() for name, x in out.items()}
+    if x.rollout is not None:  # the sampler's engine against the trainer's forward pass
+        log_rho = x.log_ratio(x.old, x.rollout)
+        out["mismatch/max_log_ratio"] = log_rho.abs().max()
+        log_rho = log_rho.clamp_(-limit, limit)
+        out["mismatch/kl"] = x.mean(k3(log_rho))  # KL(sampler‖old)
+        out["mismatch/ess"] = _effective(log_rho.exp(), x.mask > 0)
+    if correction is not None:
+        rows = x.mask > 0 if correction.dim() == 2 else x.length > 0
+        out["mismatch/dropped"] = ((correction == 0) & rows).sum() / rows.sum()
+    return {name: value.float() for name, value in out.items()}
 
 
-def _per_ratio(kl: Divergence | None, view: View) -> Tensor:
-    assert kl is not None
-    r = view.ratios(detach=True)
-    return kl.weight(r) / r.w
+def _effective(w: Tensor, valid: Tensor) -> Tensor:
+    """(Σw)² / (n·Σw²)."""
+    w = w.masked_fill(~valid, 0)
+    return w.sum().square() / (valid.sum() * w.square().sum())
+
+
+def _quantiles(x: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    step = x.numel() // QUANTILE_SAMPLE | 1  # odd, so that it does not fall on the same columns of every row
+    chosen = x.flatten()[::step][valid.flatten()[::step]]
+    if not len(chosen):
+        return {name: x.new_tensor(torch.nan) for name in QUANTILES}
+    ordered = chosen.sort().values
+    return {name: ordered[round(q * (len(ordered) - 1))] for name, q in QUANTILES.items()}

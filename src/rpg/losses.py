@@ -1,6 +1,6 @@
 """PolicyLoss: divergence × estimator × clip × level × reduction -> a loss and its diagnostics.
 
-Read ``PolicyLoss._weights`` for what multiplies ∇log π, ``_differentiable`` for the same as an expression for autograd.
+Read ``PolicyLoss._omega`` for what multiplies ∇log π, ``_differentiable`` for the same as an expression for autograd.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .checks import check_batch, choose, one_of
+from .checks import Inputs, check_batch, choose, one_of
 from .clipping import Clip
 from .diagnostics import diagnose
 from .mismatch import Mismatch, SequenceMask
@@ -26,18 +26,10 @@ REDUCTIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "consta
 class View:
     """A batch as the level sees it: [B,T] at token level, [B] at sequence levels."""
 
-    log_w: Tensor
-    log_u: Tensor
-    w: Tensor
-    v: Tensor | float
-    logp: Tensor
-    advantage: Tensor  # broadcastable to the above
-    valid: Tensor  # bool
-
-    def ratios(self, detach: bool = False) -> Ratios:
-        if detach:
-            return Ratios(self.w.detach(), self.v, self.log_u.detach(), self.logp.detach())
-        return Ratios(self.w, self.v, self.log_u, self.logp)
+    ratios: Ratios
+    log_w: Tensor  # before it was bounded
+    advantage: Tensor  # broadcastable to the ratios
+    valid: Tensor  # 1.0 where there is a sample, else 0.0
 
 
 @dataclass(frozen=True)
@@ -146,11 +138,14 @@ class PolicyLoss:
 
     def count(self, mask: Tensor) -> Tensor:
         """What this batch adds to the denominator of its optimiser step (a sequence without tokens counts nothing)."""
+        return self._count(mask.bool().sum(-1).float())
+
+    def _count(self, length_B: Tensor) -> Tensor:
         if self.reduction == "none":
-            return torch.ones((), device=mask.device)
+            return length_B.new_ones(())
         if self.reduction == "token-mean":
-            return mask.bool().sum().float()
-        return mask.bool().any(-1).sum().float() * (self.constant or 1.0)
+            return length_B.double().sum().to(length_B.dtype)  # a float32 sum would lose count past 2²⁴ tokens
+        return (length_B > 0).sum().to(length_B.dtype) * (self.constant or 1.0)
 
     def step_denominator(self, *masks: Tensor, average_over_ranks: bool = True) -> Tensor:
         """The denominator of a whole optimiser step, from the masks of this rank's micro-batches.
@@ -201,140 +196,150 @@ class PolicyLoss:
         groups: [B] prompt ids; the control variate then leaves out the whole group (needed for group baselines).
         score_sq: |∇log π|² per element, or a proxy, for the control variate; None: taken as constant.
         """
-        logp, old_logp, advantages, mask, ref_logp, rollout_logp = check_batch(
-            self.level, logp, old_logp, advantages, mask, ref_logp, rollout_logp
-        )
+        x = check_batch(self.level, logp, old_logp, advantages, mask, ref_logp, rollout_logp)
         if exact_kl is not None and self.level != "token":
             raise ValueError("exact_kl is a per-state term: it needs level='token'")
-        if isinstance(self.mismatch, Mismatch) and rollout_logp is None and not isinstance(self.mismatch, SequenceMask):
+        if self.mismatch is not None and x.rollout is None and not isinstance(self.mismatch, SequenceMask):
             raise ValueError(f"mismatch={self.mismatch} needs rollout_logp, the sampler's own log-probabilities")
-        if denominator is None and not mask.any():
+        if denominator is None and not x.length.any():
             raise ValueError("mask selects no token: nothing to learn from (drop this batch before the loss)")
 
-        log_w_BT = logp - old_logp
-        log_u_BT = log_w_BT if ref_logp is None else logp - ref_logp
-        log_v = None if ref_logp is None else at_level(ref_logp - old_logp, mask, self.level)
-        log_w = at_level(log_w_BT, mask, self.level)
-        log_u = log_w if ref_logp is None else at_level(log_u_BT, mask, self.level)
-        limit = self.max_log_ratio
-        view = View(
-            log_w=log_w,
-            log_u=bounded(log_u, limit),
-            w=bounded(log_w, limit).exp(),
-            v=1.0 if log_v is None else log_v.clamp(-limit, limit).exp(),
-            logp=at_level(logp, mask, self.level),
-            advantage=advantages if advantages.dim() == log_w.dim() else advantages.unsqueeze(-1),
-            valid=mask if self.level == "token" else mask.any(-1),
-        )
-        clip = None if self.clip is None else self.clip.fit(log_w.detach(), view.valid)
+        view = self._view(x)
+        clip = None if self.clip is None else self.clip.fit(view.log_w.detach(), view.valid)
         sampled_kl = self._kl if exact_kl is None and not self.kl_to_go else None
         if self.estimator == "reinforce":
             with torch.no_grad():
-                reward, kl = self._weights(view, clip, sampled_kl)
-                weight = reward if kl is None else reward + kl
+                omega = self._omega(view, clip, sampled_kl)
                 if self.control_variate:
-                    weight = weight - _control_variate(view, weight, groups, score_sq) * view.w
-            loss = -weight * view.logp
+                    omega = omega - _control_variate(view, omega, groups, score_sq) * view.ratios.w
+                omega = (omega * view.valid).neg_()
+            loss = omega * view.ratios.logp
         else:
             loss = self._differentiable(view, clip, sampled_kl)
             if self.control_variate:
                 with torch.no_grad():
-                    reward, kl = self._weights(view, clip, sampled_kl)
-                    c = _control_variate(view, reward if kl is None else reward + kl, groups, score_sq)
-                loss = loss + c * view.w
+                    c = _control_variate(view, self._omega(view, clip, sampled_kl), groups, score_sq)
+                loss = loss + c * view.ratios.w
+            loss = loss * view.valid
 
         if self._kl is not None and exact_kl is not None:
-            loss = loss + self.beta * exact_kl.to(loss.dtype).masked_fill(~mask, 0)
+            loss = loss + self.beta * exact_kl.to(loss.dtype).masked_fill(x.mask == 0, 0)
         elif self._kl is not None and self.kl_to_go:
-            to_go = KLToGo(log_w_BT, log_u_BT, self.divergence, limit)
-            kl_BT = to_go.value() if self.estimator == "differentiable" else -to_go.weight() * logp
-            kl_BT = kl_BT * mask
+            kl_BT = self._kl_to_go(x)
             loss = loss + self.beta * (kl_BT if self.level == "token" else kl_BT.sum(-1))
 
         if keep is not None:
             if keep.shape != loss.shape:
                 raise ValueError(f"keep must have the loss's shape {list(loss.shape)}; got {list(keep.shape)}")
             loss = torch.where(keep.bool(), loss, loss.detach())
-        weight_m = self._mismatch_weight(logp, old_logp, advantages, mask, rollout_logp)
-        if weight_m is not None:
-            loss = loss * (weight_m.unsqueeze(-1) if weight_m.dim() < loss.dim() else weight_m)
+        correction = self._correction(x)
+        if correction is not None:
+            loss = loss * (correction.unsqueeze(-1) if correction.dim() < loss.dim() else correction)
         if old_mass != 1.0:
             loss = loss * old_mass
+        loss = self._reduce(loss, x.length, denominator)
+        return LossOutput(loss, lambda: diagnose(self, x, view, clip, sampled_kl, correction, entropy))
 
-        def metrics() -> dict[str, Tensor]:
-            return diagnose(
-                self, view, clip, sampled_kl, logp, old_logp, ref_logp, rollout_logp, mask, entropy, weight_m
-            )
+    def _view(self, x: Inputs) -> View:
+        limit, level = self.max_log_ratio, self.level
+        moving = x.logp.detach() if self.estimator == "reinforce" else x.logp
+        log_w = at_level(moving - x.old, x.mask, level)
+        log_u = log_w if x.ref is None else at_level(moving - x.ref, x.mask, level)
+        ref = x.ref
+        return View(
+            ratios=Ratios(
+                w=bounded(log_w, limit).exp(),
+                log_u=bounded(log_u, limit),
+                logp=at_level(x.logp, x.mask, level),
+                log_v=None if ref is None else lambda: bounded(at_level(ref - x.old, x.mask, level), limit),
+            ),
+            log_w=log_w,
+            advantage=x.advantages if x.advantages.dim() == log_w.dim() else x.advantages.unsqueeze(-1),
+            valid=x.mask if level == "token" else (x.length > 0).to(x.mask.dtype),
+        )
 
-        return LossOutput(self._reduce(loss, view.valid, mask, denominator), metrics)
+    def _branching(self, x: View, clip: Clip, kl: Divergence | None) -> Tensor:
+        """The advantage whose sign the clip reads: ω/w where the KL term is inside a cut, else the plain one."""
+        if kl is None or not self.kl_inside or clip.action == "truncate":
+            return x.advantage
+        r = x.ratios.detach()
+        per_ratio = kl.weight(r) / r.w if kl.per_ratio is None else kl.per_ratio(r)
+        return torch.add(x.advantage, per_ratio, alpha=self.beta)
 
-    def _weights(self, x: View, clip: Clip | None, kl: Divergence | None) -> tuple[Tensor, Tensor | None]:
-        """The reward's and the KL's part of ω, what multiplies ∇log π (descent on −ω). No gradients."""
-        r, a, beta = x.ratios(detach=True), x.advantage, self.beta
+    def _omega(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
+        """ω, what multiplies ∇log π in ascent. No gradients."""
+        r, a = x.ratios.detach(), x.advantage
+        if clip is None:
+            return r.w * a if kl is None else r.w * a + self.beta * kl.weight(r)
         if kl is None:
-            return (r.w if clip is None else clip.weight(r.w, a)) * a, None
-        if clip is None or not self.kl_inside:
+            return clip.weight(r.w, a) * a
+        if not self.kl_inside:
             capped = r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
-            return (r.w if clip is None else clip.weight(r.w, a)) * a, beta * kl.weight(capped)
-        if clip.action == "truncate":
+            return clip.weight(r.w, a) * a + self.beta * kl.weight(capped)
+        if clip.action == "truncate":  # ω with clip(w) in place of w
             r = replace(r, w=clip.clamp(r.w, a))
-            return r.w * a, beta * kl.weight(r)
-        kl_weight = beta * kl.weight(r)
-        keep = clip.keep(r.w, a + kl_weight / r.w)  # RPG Algorithm 2: the sign of the regularised advantage
-        return r.w * a * keep, kl_weight * keep
+            return r.w * a + self.beta * kl.weight(r)
+        regularised = self._branching(x, clip, kl)  # RPG Algorithm 2: ω = w·A_reg, cut on the sign of A_reg
+        return clip.weight(r.w, regularised) * regularised
 
     def _differentiable(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
         """The loss as an expression in w, log u and log π, for autograd."""
-        r, a, beta = x.ratios(), x.advantage, self.beta
+        r, a = x.ratios, x.advantage
         if kl is None or clip is None or not self.kl_inside:
             loss = -(r.w if clip is None else clip.surrogate(r.w, a)) * a
-            loss = loss if kl is None else loss + beta * kl.value(r)
-        elif clip.whole_sample:
-            loss = -r.w * a + beta * kl.value(r)
-            regularised = a + beta * kl.weight(x.ratios(detach=True)) / r.w.detach()
-            loss = torch.where(clip.keep(r.w, regularised), loss, loss.detach())
-        else:  # RPG Algorithm 1: max/min of ±w·Â, the gradient flowing through Â too
-            assert kl.per_ratio is not None
-            regularised = a + beta * kl.per_ratio(r)
-            loss = -clip.surrogate(r.w, regularised.detach()) * regularised
-        return loss.masked_fill(~x.valid, 0)
+            return loss if kl is None else loss + self.beta * kl.value(r)
+        if clip.whole_sample:
+            loss = -r.w * a + self.beta * kl.value(r)
+            return torch.where(clip.keep(r.w, self._branching(x, clip, kl)), loss, loss.detach())
+        assert kl.per_ratio is not None  # RPG Algorithm 1: max/min of ±w·Â, the gradient flowing through Â too
+        regularised = a + self.beta * kl.per_ratio(r)
+        return -clip.surrogate(r.w, regularised.detach()) * regularised
 
-    def _mismatch_weight(
-        self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, rollout_logp: Tensor | None
-    ) -> Tensor | None:
+    def _kl_to_go(self, x: Inputs) -> Tensor:
+        log_w_BT = x.log_ratio(x.logp, x.old)
+        log_u_BT = log_w_BT if x.ref is None else x.log_ratio(x.logp, x.ref)
+        to_go = KLToGo(log_w_BT, log_u_BT, self.divergence, self.max_log_ratio)
+        kl_BT = to_go.value() if self.estimator == "differentiable" else -to_go.weight() * x.logp
+        return kl_BT * x.mask
+
+    @torch.no_grad()
+    def _correction(self, x: Inputs) -> Tensor | None:
+        """The mismatch rule's weight, [B,T] or [B]."""
         if self.mismatch is None:
             return None
-        with torch.no_grad():
-            if isinstance(self.mismatch, SequenceMask):
-                drift_BT = (old_logp if rollout_logp is None else rollout_logp) - logp
-                return (~self.mismatch.drop(drift_BT, advantages, mask)).to(logp.dtype)
-            assert rollout_logp is not None
-            weight = self.mismatch(old_logp - rollout_logp, mask, self.max_log_ratio)
-            if self.level != "token" and weight.dim() == 2:
-                raise ValueError(f"level={self.level!r} needs mismatch level='sequence': one weight per response")
-            return weight
+        if isinstance(self.mismatch, SequenceMask):
+            drift_BT = x.log_ratio(x.old if x.rollout is None else x.rollout, x.logp)
+            return (~self.mismatch.drop(drift_BT, x.advantages, x.mask)).to(x.logp.dtype)
+        assert x.rollout is not None
+        weight = self.mismatch(x.log_ratio(x.old, x.rollout), x.mask, self.max_log_ratio)
+        if self.level != "token" and weight.dim() == 2:
+            raise ValueError(f"level={self.level!r} needs mismatch level='sequence': one weight per response")
+        return weight
 
-    def _reduce(self, loss: Tensor, valid: Tensor, mask_BT: Tensor, denominator: Tensor | float | None) -> Tensor:
+    def _reduce(self, loss: Tensor, length_B: Tensor, denominator: Tensor | float | None) -> Tensor:
         if self.reduction == "none":
             return loss
         if denominator is None:
-            denominator = self.count(mask_BT)
+            denominator = self._count(length_B)
         elif not denominator > 0:
             raise ValueError(f"denominator must be positive, the optimiser step's total; got {float(denominator)}")
         if self.reduction == "seq-mean-token-mean":
-            length_B = mask_BT.sum(-1).clamp(min=1)
-            loss = (loss if loss.dim() == 1 else loss.sum(-1)) / length_B
+            loss = (loss if loss.dim() == 1 else loss.sum(-1)) / length_B.clamp(min=1)
         return loss.sum() / denominator
 
 
 def _control_variate(x: View, weight: Tensor, groups: Tensor | None, score_sq: Tensor | None) -> Tensor:
     """c* = E[w·ω·|s|²] / E[w²·|s|²], for each sequence from the sequences outside its own group. [B,1] or [B]."""
+    w = x.ratios.w.detach()
     n = x.valid if score_sq is None else score_sq * x.valid
-    top, bottom = x.w.detach() * weight * n, x.w.detach().square() * n
+    top, bottom = w * weight * n, w.square() * n
     if top.dim() == 2:
         top, bottom = top.sum(-1), bottom.sum(-1)
-    group = torch.arange(len(top), device=top.device) if groups is None else groups.unique(return_inverse=True)[1]
+    if groups is None:
+        group = torch.arange(len(top), device=top.device)
+    else:
+        group = groups.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
     sums = top.new_zeros(2, int(group.max()) + 1).index_add_(1, group, torch.stack([top, bottom]))
     others = sums.sum(1, keepdim=True) - sums
     c = torch.where(others[1] > 1e-6 * sums[1].sum(), others[0] / others[1].clamp(min=1e-30), 0.0)[group]
-    return c.unsqueeze(-1) if x.w.dim() == 2 else c
+    return c.unsqueeze(-1) if w.dim() == 2 else c

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,9 +31,16 @@ class Ratios:
     """One sample per element, seen from three policies. Gradients flow through w, log_u and logp."""
 
     w: Tensor  # π/μ
-    v: Tensor | float  # ref/μ
     log_u: Tensor  # log π/ref
     logp: Tensor  # log π
+    log_v: Callable[[], Tensor] | None  # log ref/μ, for the divergences that ask for it; None: ref = μ
+
+    @cached_property
+    def v(self) -> Tensor | float:
+        return 1.0 if self.log_v is None else self.log_v().exp()
+
+    def detach(self) -> Ratios:
+        return Ratios(self.w.detach(), self.log_u.detach(), self.logp.detach(), self.log_v)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class _Bound(torch.autograd.Function):
 
 def bounded(x: Tensor, limit: float) -> Tensor:
     """``x`` within ±limit, with the gradient of ``x``. Whoever calls this counts what was bounded."""
-    return _Bound.apply(x, limit)  # type: ignore[no-any-return, no-untyped-call]
+    return x.clamp(-limit, limit) if not x.requires_grad else _Bound.apply(x, limit)  # type: ignore[no-untyped-call]
 
 
 def k3(log_x: Tensor) -> Tensor:
@@ -116,7 +124,7 @@ def at_level(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     """Token log-ratios as the level sees them: themselves, their sum (a product of ratios), or their mean (GSPO)."""
     if level == "token":
         return x_BT
-    total_B = x_BT.sum(-1)
+    total_B = (x_BT * mask_BT).sum(-1)
     return total_B if level == "sequence" else total_B / mask_BT.sum(-1).clamp(min=1)
 
 

@@ -107,6 +107,7 @@ TEXTBOOK = {
     # the weight of the whole response multiplies every token's k3, so each token also moves the others' terms
     "trl gspo": lambda t: t.S * (-t.A + BETA * (t.dk3 + t.k3.sum(1, keepdim=True) / t.length)) / t.length,
     "trl gspo (no KL correction)": lambda t: (-t.A * t.S + BETA * t.dk3) / t.length,
+    "trl luspo": lambda t: t.S * (-t.A + BETA * (t.dk3 + t.k3.sum(1, keepdim=True) / t.length)),
     "liger grpo (no KL)": lambda t: -t.A * t.w / t.length,
     "liger grpo": lambda t: (-t.A * t.w + BETA * t.dk3) / t.length,
     "liger grpo (KL correction)": lambda t: (-t.A * t.w + BETA * t.w * t.log_u) / t.length,
@@ -172,6 +173,14 @@ def test_default_cispo_clip_on_policy(name, factor):
     batch = random_batch(on_policy=True)
     expected_NT = -factor * batch.advantages_N[:, None] * batch.mask_NT
     torch.testing.assert_close(peer.clipped(batch, BETA), expected_NT, **tolerance(peer))
+
+
+@pytest.mark.parametrize("name", ["trl vespo (no KL)", "liger vespo (no KL)"])
+def test_vespo_on_policy_is_reinforce(name):
+    peer = row(name)
+    batch = random_batch(on_policy=True)
+    expected_NT = -batch.advantages_N[:, None] * batch.mask_NT
+    torch.testing.assert_close(peer.coefficients(batch, BETA), expected_NT, **tolerance(peer))
 
 
 def test_verl_k3_has_no_gradient_past_its_clamp():

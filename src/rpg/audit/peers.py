@@ -178,7 +178,7 @@ def _field_defaults(config_class: type[Any]) -> SimpleNamespace:
 def _trl_trainer(trainer_class: type[Any], args: SimpleNamespace, clip: bool, logp_NT: Tensor) -> Any:
     """A trainer that was never constructed (no model, no data), with the state that its `_compute_loss` reads: one
     process, one accumulation step, and log-probabilities that are our leaf instead of a forward pass."""
-    trainer = trainer_class.__new__(trainer_class)
+    trainer: Any = object.__new__(trainer_class)
     args.steps_per_generation = 1
     if not clip:
         args.epsilon = args.epsilon_high = WIDE

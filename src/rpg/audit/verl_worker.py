@@ -159,6 +159,7 @@ class Client:
 
     def close(self) -> None:
         """End of input ends the worker."""
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:

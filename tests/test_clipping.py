@@ -1,0 +1,491 @@
+"""Where the gradient is cut, against the paper's pseudo-code read line by line and against textbook formulas."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.special import lambertw
+
+from rpg import PolicyLoss, clip
+
+EPS1, EPS2, C = 0.2, 0.28, 3.0
+INF = math.inf
+exact = settings(max_examples=60, deadline=None)
+
+
+def number(low, high):
+    return st.floats(low, high, allow_nan=False)
+
+
+# log π, log w = log π/old, log u = log π/ref (None: ref = old), A
+sample = st.tuples(number(-6, -0.01), number(-2.5, 2.5), number(-2.5, 2.5), number(-2, 2))
+samples = st.lists(sample, min_size=1, max_size=6)
+betas = st.sampled_from([1e-4, 0.1, 0.7])
+
+
+def gradient(loss, logp, *args, **kwargs):
+    """d loss / d log π of every token."""
+    logp = logp.clone().requires_grad_()
+    return torch.autograd.grad(loss(logp, *args, **kwargs).loss.sum(), logp)[0]
+
+
+def f64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def columns(drawn, same_ref):
+    """The drawn samples as float64 vectors: logp, old, ref, advantage."""
+    logp, log_w, log_u, advantage = f64(drawn).unbind(-1)
+    old = logp - log_w
+    return logp, old, (old if same_ref else logp - log_u), advantage
+
+
+# ---- the paper's algorithms, one sample at a time --------------------------------------------------------------------
+
+
+def algorithm_1(kind, logp, old, ref, advantage, beta, eps1=EPS1, eps2=EPS2, c=C):
+    """Lines 10 to 23 of Algorithm 1; autograd flows through w and through the advantage analogue."""
+    w = torch.exp(logp - old)
+    log_u = logp - ref
+    a_hat = advantage - beta * (log_u + 1) if kind == "rkl" else advantage - beta * log_u
+    loss_term1 = -w * a_hat
+    w_clipped = torch.clip(w, 1 - eps1, 1 + eps2)
+    loss_term2 = -w_clipped * a_hat
+    l_clip = torch.max(loss_term1, loss_term2)
+    if a_hat >= 0:
+        return l_clip
+    return torch.min(l_clip, -c * a_hat)
+
+
+def algorithm_2(kind, logp, old, ref, advantage, beta, eps1=EPS1, eps2=EPS2, c=C):
+    """Lines 10 to 36 of Algorithm 2; SG is detach. The KL component is the part of ω beside w·R."""
+    sg = torch.Tensor.detach
+    w = torch.exp(logp - old)
+    log_u, v = logp - ref, torch.exp(ref - old)
+    ell = -logp
+    component = {"fkl": v, "ufkl": v - w, "rkl": -w * (log_u + 1), "urkl": -w * log_u}[kind]
+    c_kl = beta * component
+    a_effective = advantage + sg(c_kl) / sg(w)
+    psi = a_effective * ell
+    if psi >= 0:
+        w_high = 1 + eps2
+        if w < w_high:
+            return psi * sg(w)
+        a_high = advantage + sg(c_kl) / w_high
+        return a_high * sg(ell) * w_high
+    w_low = 1 - eps1
+    if w <= w_low:
+        a_low = advantage + sg(c_kl) / w_low
+        return a_low * sg(ell) * w_low
+    if w < c:
+        return psi * sg(w)
+    return advantage * sg(ell) * c + sg(c_kl) * sg(ell)
+
+
+def reference_gradients(algorithm, kind, columns, beta, **bounds):
+    out = []
+    for logp, old, ref, advantage in zip(*columns, strict=True):
+        logp = logp.clone().requires_grad_()
+        loss = algorithm(kind, logp, old, ref, advantage, beta, **bounds)
+        out.append(torch.autograd.grad(loss, logp)[0] if loss.requires_grad else torch.zeros_like(logp))
+    return torch.stack(out)
+
+
+def ours(kind, estimator, rule, columns, beta, level, same_ref):
+    """The library's coefficient on each sample; at sequence level a sample is a response of three tokens."""
+    logp, old, ref, advantage = columns
+    loss = PolicyLoss(kind, beta, estimator, rule, level=level, reduction="none")
+    if level == "token":
+        args = [x.unsqueeze(-1) for x in (logp, old, advantage)]
+        ref = None if same_ref else ref.unsqueeze(-1)
+        return gradient(loss, *args, torch.ones_like(args[0]), ref_logp=ref).squeeze(-1)
+    share = f64([0.5, 0.125, 0.375])  # dyadic: the tokens of a response add up to its total exactly
+    logp, old, ref = (x.unsqueeze(-1) * share for x in (logp, old, ref))
+    c_BT = gradient(loss, logp, old, advantage, torch.ones_like(logp), ref_logp=None if same_ref else ref)
+    torch.testing.assert_close(c_BT, c_BT[:, :1].expand_as(c_BT))  # every token of a response gets the same
+    return c_BT[:, 0]
+
+
+@pytest.mark.parametrize("same_ref", [True, False], ids=["ref=old", "ref≠old"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["rkl", "urkl"])
+@given(drawn=samples, beta=betas)
+@exact
+def test_dual_clip_is_algorithm_1(kind, level, same_ref, drawn, beta):
+    data = columns(drawn, same_ref)
+    logp, old, ref, advantage = data
+    a_hat = advantage - beta * (logp - ref + (kind == "rkl"))
+    w = (logp - old).exp()
+    near_tie = torch.stack([a_hat, w - (1 - EPS1), w - (1 + EPS2), w - C]).abs().min()
+    assume(near_tie > 1e-9)  # max and min of equal numbers: autograd's choice is arbitrary there
+    expected = reference_gradients(algorithm_1, kind, data, beta)
+    got = ours(kind, "differentiable", clip.DualClip(EPS1, EPS2, C), data, beta, level, same_ref)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("same_ref", [True, False], ids=["ref=old", "ref≠old"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["fkl", "ufkl", "rkl", "urkl"])
+@given(drawn=samples, beta=betas)
+@exact
+def test_rpg_clip_is_algorithm_2(kind, level, same_ref, drawn, beta):
+    data = columns(drawn, same_ref)
+    logp, old, ref, advantage = data
+    w, v, log_u = (logp - old).exp(), (ref - old).exp(), logp - ref
+    omega_over_w = advantage + beta * {"fkl": v / w, "ufkl": v / w - 1, "rkl": -log_u - 1, "urkl": -log_u}[kind]
+    assume(torch.stack([omega_over_w, w - (1 - EPS1), w - (1 + EPS2), w - C]).abs().min() > 1e-9)
+    expected = reference_gradients(algorithm_2, kind, data, beta)
+    for estimator in ("reinforce", "differentiable"):  # RPGClip cuts the whole sample in both styles
+        got = ours(kind, estimator, clip.RPGClip(EPS1, EPS2, C), data, beta, level, same_ref)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["rkl", "urkl"])
+def test_algorithm_1_loss_value_and_its_leak(kind):
+    """The loss itself, also exactly on a bound; and what the paper lets through on cut samples: β·(the bound)."""
+    logp, old = f64([-1.0, -1.0, -1.0, -1.0]), f64([-2.0, -0.5, -3.5, -1.1])
+    advantage, beta = f64([1.0, -1.0, -1.0, 0.5]), 0.1
+    loss = PolicyLoss(kind, beta, "differentiable", clip.DualClip(EPS1, EPS2, C), reduction="none")
+    got = loss(logp[:, None], old[:, None], advantage, torch.ones(4, 1)).loss[:, 0]
+    expected = [algorithm_1(kind, *x, beta) for x in zip(logp, old, old, advantage, strict=True)]
+    torch.testing.assert_close(got, torch.stack(expected))
+    c = gradient(loss, logp[:, None], old[:, None], advantage, torch.ones(4, 1))[:, 0]
+    torch.testing.assert_close(c[:3], f64([beta * (1 + EPS2), beta * (1 - EPS1), beta * C]))
+    w, shift = math.exp(0.1), beta * 1.0 if kind == "rkl" else 0.0
+    assert float(c[3]) == pytest.approx(-w * (0.5 - beta * 0.1 - shift) + beta * w)  # uncut: −w·Â + β·w
+
+
+@pytest.mark.parametrize("rule", [clip.RPGClip, clip.DualClip])
+@pytest.mark.parametrize(
+    ("log_w", "advantage", "name"), [(0.25, 1.0, "high"), (-0.25, -1.0, "low"), (1.5, -1.0, "c")], ids=str
+)
+def test_a_ratio_exactly_on_its_bound_is_cut(log_w, advantage, name, rule):
+    logp, old = f64([[-1.0]]), f64([[-1.0 - log_w]])
+    w = float((logp - old).exp())
+    beyond = math.nextafter(w, 0 if name == "low" else INF)
+    for bound, cut in ((w, True), (beyond, False)):  # no rounding: w − 1 is exact for w in [0.5, 2]
+        options = {"low": 0.5, "high": 0.5, "c": 8.0} | {name: {"high": bound - 1, "low": 1 - bound, "c": bound}[name]}
+        loss = PolicyLoss("urkl", 1e-3, "reinforce", rule(**options))
+        c = gradient(loss, logp, old, f64([advantage]), torch.ones(1, 1))
+        assert float(c) == (0.0 if cut else pytest.approx(-w * (advantage - 1e-3 * log_w)))
+        assert bool(rule(**options).keep(f64([w]), f64([advantage]))) is not cut
+
+
+def test_the_sign_that_counts_is_the_regularised_one():
+    """A = 0.05, Â = A − β·log u = −0.05: the raw sign would cut at 1+ε₂ and not at c, the paper does the reverse."""
+    w = f64([[1.5]])
+    logp = f64([[-1.0]])
+    loss = PolicyLoss("urkl", 1.0, "reinforce", clip.RPGClip(EPS1, EPS2, C))
+    c = gradient(loss, logp, logp - w.log(), f64([0.05]), torch.ones(1, 1), ref_logp=logp - 0.1)
+    assert float(c) == pytest.approx(1.5 * 0.05)
+    c = gradient(loss, logp, logp - w.log(), f64([-0.05]), torch.ones(1, 1), ref_logp=logp + 0.1)
+    assert float(c) == 0.0
+
+
+# ---- every rule against its formula ----------------------------------------------------------------------------------
+
+pairs = st.lists(st.tuples(number(-3, 3), number(-2, 2)), min_size=1, max_size=12)
+
+
+def w_and_advantage(drawn, *ties):
+    log_w, advantage = f64(drawn).unbind(-1)
+    w = log_w.exp()
+    assume(float(torch.stack([advantage, *(w - t for t in ties)]).abs().min()) > 1e-9)
+    return log_w.requires_grad_(), log_w.exp(), advantage
+
+
+@given(drawn=pairs, low=st.sampled_from([0.1, 0.2]), high=st.sampled_from([0.2, 0.28]))
+@exact
+def test_box_is_ppo(drawn, low, high):
+    log_w, w, a = w_and_advantage(drawn, 1 - low, 1 + high)
+    textbook = -torch.minimum(w * a, w.clamp(1 - low, 1 + high) * a)
+    rule = clip.Box(low, high)
+    torch.testing.assert_close(-rule.surrogate(w, a) * a, textbook)
+    (expected,) = torch.autograd.grad(textbook.sum(), log_w)
+    torch.testing.assert_close(-rule.weight(w, a) * a, expected)
+
+
+@given(drawn=pairs)
+@exact
+def test_dual_clip_is_ye_et_al(drawn):
+    log_w, w, a = w_and_advantage(drawn, 1 - EPS1, 1 + EPS2, C)
+    ppo = torch.minimum(w * a, w.clamp(1 - EPS1, 1 + EPS2) * a)
+    objective = torch.where(a < 0, torch.maximum(ppo, C * a), ppo)
+    for rule in (clip.DualClip(EPS1, EPS2, C), clip.RPGClip(EPS1, EPS2, C)):
+        torch.testing.assert_close(rule.surrogate(w, a) * a, objective)
+        (expected,) = torch.autograd.grad(objective.sum(), log_w, retain_graph=True)
+        torch.testing.assert_close(rule.weight(w, a) * a, expected)
+
+
+@given(drawn=pairs)
+@exact
+def test_log_box_is_cpgd(drawn):
+    log_w, w, a = w_and_advantage(drawn, 0.8, 1.3)
+    lc = torch.where(a > 0, log_w.clamp(max=math.log(1.3)), log_w.clamp(min=math.log(0.8)))
+    rule = clip.LogBox(0.2, 0.3)
+    torch.testing.assert_close(rule.surrogate(w, a), lc)
+    (expected,) = torch.autograd.grad(lc.sum(), log_w)
+    torch.testing.assert_close(rule.weight(w, a), expected)
+
+
+@given(drawn=pairs)
+@exact
+def test_truncating_rules_hold_the_ratio(drawn):
+    _, w, a = w_and_advantage(drawn)
+    for low, high in ((0.2, 0.28), (None, 4.0), (0.3, None)):
+        expected = [min(max(x, 0 if low is None else 1 - low), INF if high is None else 1 + high) for x in w.tolist()]
+        torch.testing.assert_close(clip.Truncate(low, high).weight(w, a), f64(expected))
+    torch.testing.assert_close(clip.Unweighted().weight(w, a), torch.ones_like(w))
+    taper = [1.0 if y >= 0 else min(x, 1.0) for x, y in zip(w.tolist(), a.tolist(), strict=True)]
+    torch.testing.assert_close(clip.Taper().weight(w, a), f64(taper))
+
+
+def test_sigmoid_is_sapo():
+    w, a = f64([0.5, 1.0, 2.0, 0.5, 1.0, 2.0]), f64([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    expected = [4 / t / (1 + math.exp(-t * (x - 1))) for t in (2.0, 3.0) for x in (0.5, 1.0, 2.0)]
+    torch.testing.assert_close(clip.Sigmoid(2.0, 3.0).surrogate(w, a), f64(expected))
+    assert clip.Sigmoid() == clip.Sigmoid(1.0, 1.05)
+    torch.testing.assert_close(clip.Sigmoid().weight(w[[1, 4]], a[[1, 4]]), f64([1.0, 1.0]))  # at w = 1 it is PPO
+    zero = clip.Sigmoid(2.0, 3.0).surrogate(f64([2.0]), f64([0.0]))  # "τ = 1 for A > 0, 1.05 otherwise"
+    assert float(zero) == pytest.approx(4 / 3 / (1 + math.exp(-3)))
+
+
+WITH_SURROGATE = [
+    clip.Box(),
+    clip.Box(None, 0.2),
+    clip.Box(0.2, None),
+    clip.DualClip(),
+    clip.DualClip(c=None),
+    clip.RPGClip(c=2.0),
+    clip.KL3(0.05),
+    clip.KL3(0.3, "k3-inverse", c=5.0),
+    clip.LogBox(),
+    clip.Sigmoid(),
+]
+
+
+@pytest.mark.parametrize("rule", WITH_SURROGATE, ids=str)
+@given(drawn=pairs)
+@exact
+def test_the_weight_is_the_derivative_of_the_surrogate(rule, drawn):
+    log_w, w, a = w_and_advantage(drawn)
+    (slope,) = torch.autograd.grad(rule.surrogate(w, a).sum(), log_w, allow_unused=True)
+    torch.testing.assert_close(rule.weight(w, a), torch.zeros_like(w) if slope is None else slope)
+
+
+def test_published_bounds():
+    assert clip.Box().bounds() == (0.8, 1.2)
+    assert clip.DualClip().limits() == clip.RPGClip().limits() == ((0.0, 1.28), (0.8, 10.0))
+    assert clip.Truncate().limits() == ((0.8, 1.28), (0.8, 1.28))
+    assert clip.Box(None, None).limits() == ((0.0, INF), (0.0, INF))
+    assert clip.DualClip(c=None).limits() == ((0.0, 1.28), (0.8, INF))
+    assert clip.Unweighted().limits() == ((1.0, 1.0), (1.0, 1.0))
+    assert clip.Taper().limits() == ((1.0, 1.0), (0.0, 1.0))
+    assert clip.KL3(c=4.0).limits().negative[1] == 4.0
+    for rule in (clip.Truncate(), clip.Unweighted(), clip.Taper()):
+        with pytest.raises(TypeError, match="no differentiable form"):
+            rule.surrogate(f64([1.0]), f64([1.0]))
+
+
+def test_the_kl_inside_a_truncating_rule_sees_the_truncated_ratio():
+    logp, a, beta = f64([[-1.0, -1.0]]), f64([2.0]), 0.1
+    log_w, log_u = f64([[1.0, -1.0]]), f64([[0.3, -0.2]])
+    for inside in (True, False, None):
+        loss = PolicyLoss("rkl", beta, "reinforce", clip.Truncate(), reduction="none", kl_in_clip=inside)
+        c = gradient(loss, logp, logp - log_w, a, torch.ones(1, 2), ref_logp=logp - log_u)
+        held = f64([[1.28, 0.8]])
+        kl_ratio = log_w.exp() if inside is False else held
+        torch.testing.assert_close(c, -(held * 2.0 - beta * kl_ratio * (log_u + 1)))
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "differentiable"])
+@pytest.mark.parametrize("kind", ["fkl", "ufkl", "rkl", "urkl"])
+@pytest.mark.parametrize("rule", [clip.RPGClip(0.2, 0.28, 3.0), clip.Adaptive(target_kl=1e-4, c=9.0)], ids=str)
+def test_kl_in_clip(kind, estimator, rule):
+    """Three samples that every rule cuts, on each side: True drops their KL gradient, False preserves it whole."""
+    log_w, log_u, beta = f64([[0.6, -0.6, 2.5]]), f64([[0.5, 0.4, -0.3]]), 0.05
+    logp, a = f64([[-1.0, -2.0, -1.5]]), f64([[1.0, -1.0, -1.0]])
+    args = (logp, logp - log_w, a, torch.ones(1, 3))
+    w, v = log_w.exp(), (log_w - log_u).exp()
+    kl = beta * {"fkl": -v, "ufkl": w - v, "rkl": w * (log_u + 1), "urkl": w * log_u}[kind]
+    loss = PolicyLoss(kind, beta, estimator, rule, reduction="none")
+    for inside in (None, True):
+        c = gradient(loss.replace(kl_in_clip=inside), *args, ref_logp=logp - log_u)
+        torch.testing.assert_close(c, torch.zeros_like(c))
+    c = gradient(loss.replace(kl_in_clip=False), *args, ref_logp=logp - log_u)
+    torch.testing.assert_close(c, kl)
+
+
+# ---- KL3: level sets of a divergence ---------------------------------------------------------------------------------
+
+LEVEL_SETS = {
+    "k3": lambda r: r - 1 - math.log(r),
+    "k3-inverse": lambda r: 1 / r - 1 + math.log(r),
+    "k3-weighted": lambda r: 1 - r + r * math.log(r),
+    "k2": lambda r: math.log(r) ** 2 / 2,
+}
+deltas = st.floats(1e-5, 4.0)
+
+
+@pytest.mark.parametrize("form", clip.KL3_FORMS)
+@given(delta=deltas, other=deltas)
+@exact
+def test_kl3_bounds_are_where_the_divergence_is_delta(form, delta, other):
+    divergence = LEVEL_SETS[form]
+    low, high = clip.KL3(delta, form).bounds()
+    assert divergence(high) == pytest.approx(delta, rel=1e-6)
+    assert high > 1 > low >= 0
+    inside, outside = high - (high - 1) * 1e-3, high + (high - 1) * 1e-3
+    assert divergence(inside) < delta < divergence(outside)
+    if form == "k3-weighted" and delta >= 1:
+        assert low == 0  # 1 − r + r·log r never exceeds 1 below r = 1: nothing is too low
+    else:
+        assert divergence(low) == pytest.approx(delta, rel=1e-6)
+        assert divergence(low + (1 - low) * 1e-3) < delta < divergence(low - low * 1e-3 * (1 - low))
+    assume(abs(other - delta) > 1e-3 * delta)
+    low_o, high_o = clip.KL3(other, form).bounds()
+    assert (high_o > high) == (other > delta)
+    assert low_o == low == 0 or (low_o < low) == (other > delta)
+
+
+@given(delta=deltas)
+@exact
+def test_kl3_bounds_are_scipy_lambert_w(delta):
+    def w(x, branch):
+        return float(lambertw(x, branch).real)
+
+    x = -math.exp(-(1 + delta))
+    low, high = -w(x, 0), -w(x, -1)
+    assert clip.KL3(delta).bounds() == pytest.approx((low, high), rel=1e-7)
+    assert clip.KL3(delta, "k3-inverse").bounds() == pytest.approx((1 / high, 1 / low), rel=1e-7)
+    x = (delta - 1) / math.e
+    weighted = (math.exp(1 + w(x, -1)) if delta < 1 else 0.0, math.exp(1 + w(x, 0)))
+    assert clip.KL3(delta, "k3-weighted").bounds() == pytest.approx(weighted, rel=1e-7)
+    k = math.sqrt(2 * delta)
+    assert clip.KL3(delta, "k2").bounds() == pytest.approx((math.exp(-k), math.exp(k)), rel=1e-12)
+
+
+@given(x=st.floats(-1 / math.e + 1e-4, 50.0))  # nearer to the branch point scipy itself is wrong
+@exact
+def test_lambert_w_is_scipys(x):
+    assert clip.lambert_w(x, 0) == pytest.approx(float(lambertw(x, 0).real), rel=1e-10, abs=1e-12)
+    if x < -1e-300:
+        assert clip.lambert_w(x, -1) == pytest.approx(float(lambertw(x, -1).real), rel=1e-10)
+
+
+@given(p=st.floats(1e-6, 0.1))
+@exact
+def test_lambert_w_at_its_branch_point(p):
+    x = (p * p / 2 - 1) / math.e
+    for branch, side in ((0, 1), (-1, -1)):
+        w = clip.lambert_w(x, branch)
+        assert w == pytest.approx(-1 + side * p - p * p / 3 + side * 11 / 72 * p**3, abs=1e-14 / p + p**4)
+        assert w * math.exp(w) == pytest.approx(x, rel=1e-14)
+
+
+@pytest.mark.parametrize(("x", "branch"), [(-0.4, 0), (-0.4, -1), (0.1, -1), (0.0, -1), (0.1, 1)])
+def test_lambert_w_refuses_what_is_not_real(x, branch):
+    with pytest.raises(ValueError, match="no real value"):
+        clip.lambert_w(x, branch)
+
+
+@pytest.mark.parametrize(
+    ("form", "delta", "low", "high"),
+    [
+        ("k3", 0.023144, 0.8000, 1.2308),
+        ("k3", 0.05, 0.7162, 1.3504),
+        ("k3-inverse", 0.026856, 0.8000, 1.2726),
+        ("k3-weighted", 0.021485, 0.8000, 1.2143),
+        ("k3-weighted", 1.0, 0.0, math.e),
+        ("k3-weighted", 2.0, 0.0, 3.5911),
+    ],
+)
+def test_kl3_check_values(form, delta, low, high):
+    assert clip.KL3(delta, form).bounds() == pytest.approx((low, high), abs=5e-5)
+
+
+def test_kl3_cuts_like_a_box_of_its_bounds():
+    low, high = clip.KL3(0.05).bounds()
+    w, a = f64([low, low + 1e-9, high - 1e-9, high, 0.1, 9.0]), f64([-1.0, -1.0, 1.0, 1.0, 1.0, -1.0])
+    assert clip.KL3(0.05).keep(w, a).tolist() == [False, True, True, False, True, True]
+    assert clip.KL3(0.05, c=8.0).keep(w, a).tolist() == [False, True, True, False, True, False]
+
+
+# ---- Adaptive --------------------------------------------------------------------------------------------------------
+
+
+def met(rule, log_w, k):
+    """The statistic of ratios clamped to e^±k, naively, and whether it meets the target."""
+    w = [math.exp(min(max(x, -k), k)) for x in log_w.tolist()]
+    if rule.target_kl is not None:
+        return sum(x - 1 - math.log(x) for x in w) / len(w) <= rule.target_kl
+    return sum(w) ** 2 >= rule.target_ess * len(w) * sum(x * x for x in w)
+
+
+adaptive = st.one_of(
+    st.floats(0.3, 0.999).map(lambda t: clip.Adaptive(target_ess=t)),
+    st.floats(1e-3, 0.3).map(lambda t: clip.Adaptive(target_kl=t)),
+)
+
+
+@given(rule=adaptive, seed=st.integers(0, 10**6), spread=st.sampled_from([0.0, 0.05, 0.3, 1.0, 3.0]))
+@settings(max_examples=150, deadline=None)
+def test_adaptive_bounds_are_the_widest_that_meet_the_target(rule, seed, spread):
+    log_w = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * spread
+    valid = torch.arange(40) < 30
+    log_w[~valid] = 50.0  # what lies under the mask has no say
+    fitted = rule.fit(log_w, valid)
+    low, high = fitted.bounds()
+    k = math.log(high)
+    assert low * high == pytest.approx(1.0, rel=1e-6)
+    assert isinstance(fitted, clip.RPGClip)
+    assert fitted.c == rule.c == 10.0
+    assert rule.narrowest - 1e-9 <= k <= rule.widest + 1e-9
+    if k > rule.narrowest + 1e-6:
+        assert met(rule, log_w[:30], k - 1e-5)
+    if k < rule.widest - 1e-6:
+        assert not met(rule, log_w[:30], k + 1e-5)
+
+
+def test_adaptive_is_monotone_in_its_target_and_stays_in_its_range():
+    log_w, valid = torch.randn(500, generator=torch.Generator().manual_seed(0)), torch.ones(500)
+    bounds = [clip.Adaptive(target_kl=t).fit(log_w, valid).bounds()[1] for t in (1e-6, 0.01, 0.05, 0.1, 0.2, 50.0)]
+    assert bounds == sorted(bounds)
+    assert len(set(bounds)) == 6
+    assert bounds[0] == pytest.approx(math.exp(0.02))
+    assert bounds[-1] == pytest.approx(math.e)
+    bounds = [clip.Adaptive(target_ess=t).fit(log_w, valid).bounds()[1] for t in (0.1, 0.7, 0.8, 0.9, 0.99, 0.9999)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] == pytest.approx(math.e)
+    for rule in (clip.Adaptive(target_ess=0.9, widest=0.5, c=5.0), clip.Adaptive(target_kl=0.01, widest=0.5, c=5.0)):
+        for log_w_here, valid_here in ((torch.zeros(7), torch.ones(7)), (torch.ones(7), torch.zeros(7))):
+            fitted = rule.fit(log_w_here, valid_here)  # all ratios 1, or none at all: the widest
+            assert fitted.bounds() == pytest.approx((math.exp(-0.5), math.exp(0.5)))
+            assert fitted.c == 5.0
+    with pytest.raises(TypeError, match="fit"):
+        clip.Adaptive(target_kl=0.1).bounds()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_adaptive_fits_once_for_all_micro_batches(level):
+    g = torch.Generator().manual_seed(3)
+    logp = -torch.rand(6, 5, generator=g, dtype=torch.float64) * 3
+    old = logp - 0.4 * torch.randn(6, 5, generator=g, dtype=torch.float64)
+    a, mask = torch.randn(6, generator=g, dtype=torch.float64), torch.rand(6, 5, generator=g) < 0.8
+    rule = clip.Adaptive(target_ess=0.95)
+    loss = PolicyLoss("urkl", 0.01, "reinforce", rule, level=level)
+    whole = gradient(loss, logp, old, a, mask)
+    log_w = (logp - old) * mask
+    log_w, valid = (log_w, mask) if level == "token" else (log_w.sum(-1), mask.any(-1))
+    fitted = rule.fit(log_w, valid)
+    fixed = loss.replace(clip=fitted)
+    total = loss.step_denominator(mask)
+    pieces = [gradient(fixed, logp[i], old[i], a[i], mask[i], denominator=total) for i in ([0, 1], [2, 3, 4], [5])]
+    torch.testing.assert_close(torch.cat(pieces), whole)
+    metrics = loss(logp, old, a, mask).metrics
+    reported = float(metrics["clip/bound_low"]), float(metrics["clip/bound_high"])
+    assert reported == pytest.approx(fitted.bounds(), rel=1e-6)
+    assert (whole == 0).any()
+    assert (whole[mask] != 0).any()
