@@ -25,7 +25,7 @@ class Groups:
         self.size_K: Tensor = unique[2]
 
     def mean(self, x_N: Tensor) -> Tensor:
-        """Each element's group mean, [N]. Taken from the group's least element, so that equal rewards give exactly 0."""
+        """Each element's group mean, [N], summed from the least element on: equal rewards give exactly 0."""
         least_N = x_N.new_zeros(len(self.size_K)).scatter_reduce_(0, self.index_N, x_N, "amin", include_self=False)
         least_N = least_N[self.index_N]
         sums_K = x_N.new_zeros(len(self.size_K)).index_add_(0, self.index_N, x_N - least_N)
@@ -131,7 +131,7 @@ class Advantage:
         ref_logp: Tensor | None = None,
         greedy_rewards: Tensor | None = None,
     ) -> Tensor:
-        """rewards [N], groups [N] -> [N], or [N,T] for reward-to-go (which needs mask, and for its KL the log-probabilities)."""
+        """rewards [N], groups [N] -> [N]; reward-to-go gives [N,T] and needs mask, with β also old_logp and ref_logp."""
         if rewards.dim() != 1 or groups.shape != rewards.shape:
             raise ValueError(f"rewards and groups must both be [N]; got {list(rewards.shape)} and {list(groups.shape)}")
         rewards = rewards.float() if rewards.element_size() < 4 or not rewards.is_floating_point() else rewards

@@ -349,9 +349,9 @@ def curvature_keep(
 ) -> Tensor:
     """CAPO's token gate (arXiv 2510.00819), [N] bool: pass it to a loss as ``keep``.
 
-    It predicts, at the last layer, how far one optimiser step d on this token alone would move the policy, and keeps the
-    token if m_F < delta_fisher and |m_H| < delta_hessian, where for v = e_a − π, g = A(v⊗h), d the Adam-scaled g, q = d·h:
-    m_F = ½lr²(v·q)² and m_H = lr⟨g,d⟩ + ½lr²A[(v·q)² − qᵀ(diag π − ππᵀ)q]. Over the top_k likeliest tokens and the action.
+    It predicts, at the last layer, how far one optimiser step d on this token alone would move the policy. Kept if
+    m_F < delta_fisher and |m_H| < delta_hessian, where for v = e_a − π, g = A(v⊗h), d the Adam-scaled g and q = d·h,
+    m_F = ½lr²(v·q)² and m_H = lr⟨g,d⟩ + ½lr²A[(v·q)² − qᵀ(diag π − ππᵀ)q], over the top_k tokens and the action.
     ``adam_scale_VH`` is 1/(√v̂+ε) of the head's second moments; None is plain SGD.
     """
     probs_NV = torch.softmax(logits_NV.float(), -1)

@@ -83,8 +83,8 @@ class MIS(IcePop):
 class SequenceMask(Mismatch):
     """Off-policy sequence masking: a response is dropped if its advantage is negative and the policy has left it.
 
-    Dropped when A < 0 and mean_t(log μ − log π) > delta. It weighs nothing else: ρ is not applied. μ is the sampler's own
-    log-probability where ``rollout_logp`` is given, else ``old_logp``.
+    Dropped when A < 0 and mean_t(log μ − log π) > delta. It weighs nothing else: ρ is not applied.
+    μ is ``rollout_logp`` where that is given, else ``old_logp``.
     """
 
     level: str = "sequence"

@@ -133,7 +133,7 @@ class KLToGo:
     """The sequence-level KL(π‖ref) from token terms, exact off-policy: ω_t = −Σ_{t'≥t} W_{≤t'}·log u_t'.
 
     W_{≤t} is the running product of the token ratios. Compared with the sequence-level row of the table, past terms,
-    which have zero mean, are left out. ``rkl`` keeps the zero-mean W_{≤t} that its derivative carries; ``urkl`` has none.
+    which have zero mean, are left out. ``rkl`` keeps the zero-mean W_{≤t} of its derivative; ``urkl`` has none.
     """
 
     log_w_BT: Tensor

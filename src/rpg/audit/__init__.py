@@ -1,7 +1,7 @@
 """Is this loss's gradient the one that was meant? ``rpg.audit.check(loss)``, or ``rpg audit`` on the command line.
 
-Small autoregressive policies, all responses enumerated, float64: the expected gradient of a loss is compared with autograd
-on the exact objective, on-policy, off-policy with ref = old, and with three different policies.
+Small autoregressive policies, all responses enumerated, float64: the expected gradient of a loss is compared with
+autograd on the exact objective, on-policy, off-policy with ref = old, and with three different policies.
 """
 
 from __future__ import annotations

@@ -49,6 +49,11 @@ class Peer:
     coefficients: Coefficients  # (batch, beta) -> c_NT with every clip bound out of the way; 0 where masked
     clipped: Coefficients | None  # the same under the peer's default clip bounds; None if the loss has no clip bound
 
+    @property
+    def objective(self) -> str:
+        """The objective that the peer's importance weights are exact for, where they are exact at all."""
+        return "geometric" if "gspo" in self.name else "sequence" if "rloo" in self.name else "token"
+
 
 def peers(verl_python: str | None = None) -> tuple[list[Peer], list[str]]:
     """Every row that can be run from here, and one line for each library that cannot.

@@ -76,8 +76,8 @@ class Problem:
     def _responses(self) -> list[tuple[int, ...]]:
         if not self.variable:
             return list(product(range(self.vocabulary), repeat=self.length))
-        return [p + (0,) for p in self.prefixes] + [
-            p + (a,) for p in self.prefixes if len(p) == self.length - 1 for a in range(1, self.vocabulary)
+        return [(*p, 0) for p in self.prefixes] + [
+            (*p, a) for p in self.prefixes if len(p) == self.length - 1 for a in range(1, self.vocabulary)
         ]
 
     @cached_property

@@ -58,7 +58,7 @@ def of_policy_loss(loss: PolicyLoss, name: str, source: str = "rpg") -> Subject:
 
 
 def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: str) -> Subject:
-    """``fn(logp, old_logp, advantages, mask, ref_logp)`` -> a loss, an object with ``.loss``, or a tuple starting with it.
+    """``fn(logp, old_logp, advantages, mask, ref_logp)`` -> a loss, an object with ``.loss``, or a tuple led by it.
 
     Arguments are passed by name if the function names them so, else by position; ``beta`` is passed if it takes one.
     """
@@ -111,7 +111,7 @@ def resolve(
     divergence: str | None = None,
     objective: str | None = None,
 ) -> Subject:
-    """A subject from anything that can be audited. ``divergence`` and ``objective`` state what it is meant to ascend."""
+    """A subject from anything that can be audited; ``divergence`` and ``objective`` state what it should ascend."""
     name = given if isinstance(given, str) else getattr(given, "__name__", getattr(given, "name", "PolicyLoss"))
     target: Any = given
     if isinstance(given, str):

@@ -133,7 +133,7 @@ class Client:
     """This file under another interpreter, kept running because importing verl takes some ten seconds."""
 
     def __init__(self, python: str) -> None:
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         # PYTHONSAFEPATH: the names of the modules beside this file must not shadow what the worker imports
         self._process = subprocess.Popen(
             [python, os.path.abspath(__file__)],
@@ -146,7 +146,8 @@ class Client:
         atexit.register(self.close)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
