@@ -131,7 +131,7 @@ class Advantage:
         ref_logp: Tensor | None = None,
         greedy_rewards: Tensor | None = None,
     ) -> Tensor:
-        """rewards [N], groups [N] -> [N]; reward-to-go gives [N,T] and needs mask, with β also old_logp and ref_logp."""
+        """rewards [N], groups [N] -> [N]; reward-to-go gives [N,T] and needs mask, with β also both log-probs."""
         if rewards.dim() != 1 or groups.shape != rewards.shape:
             raise ValueError(f"rewards and groups must both be [N]; got {list(rewards.shape)} and {list(groups.shape)}")
         rewards = rewards.float() if rewards.element_size() < 4 or not rewards.is_floating_point() else rewards

@@ -1,0 +1,304 @@
+"""An audit as its readers see it: one line per loss, the verdict on it, and the numbers in words."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+from . import SCENARIOS, Audit, Row, Subject
+
+EXACT = 1e-10  # rounding of float64
+RIGHT = 1e-6  # rounding of float32: right as well, though not to the last digit
+LENGTHS = ("fixed", "variable")
+ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
+SHORT = {ON_POLICY: "on-policy", REF_IS_OLD: "ref = old", THREE_POLICIES: "3 policies"}
+LIBRARIES = {"trl": "TRL", "liger-kernel": "Liger", "user": "your losses"}
+DIVERGENCE_NAMES = {
+    "none": "no KL",
+    "fkl": "KL(ref‖π)",
+    "rkl": "KL(π‖ref)",
+    "ufkl": "UKL(ref‖π)",
+    "urkl": "UKL(π‖ref)",
+}
+
+
+def grade(bias: float | None) -> str:
+    """absent, exact, rounding, small (< 10 %), medium (< 50 %) or large."""
+    if bias is None:
+        return "absent"
+    for name, bound in (("exact", EXACT), ("rounding", RIGHT), ("small", 0.1), ("medium", 0.5)):
+        if bias < bound:
+            return name
+    return "large"
+
+
+def is_right(bias: float | None) -> bool:
+    return grade(bias) in ("exact", "rounding")
+
+
+def size(bias: float | None) -> str:
+    """A relative bias in words: exact, 1e-07, 6.7 %, 120 %."""
+    if bias is None:
+        return "–"
+    if math.isnan(bias):
+        return "nan"
+    if bias < EXACT:
+        return "exact"
+    return f"{bias:.0e}" if bias < 1e-5 else f"{two_digits(100 * bias)} %"
+
+
+def share(x: float | None) -> str:
+    """A fraction in percent, zero included."""
+    if x is None or math.isnan(x):
+        return "–" if x is None else "nan"
+    return "0 %" if x < 5e-5 else f"{two_digits(100 * x)} %"
+
+
+def two_digits(x: float) -> str:
+    if x == 0 or not math.isfinite(x):
+        return f"{x:.0f}"
+    return f"{x:.{max(0, 1 - math.floor(math.log10(abs(x))))}f}"
+
+
+def span(values: Sequence[float]) -> str:
+    low, high = size(min(values)), size(max(values))
+    if low == high:
+        return low
+    return f"{low.removesuffix(' %')}–{high}" if low.endswith("%") else f"{low} to {high}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One loss in every setting."""
+
+    subject: Subject
+    rows: tuple[Row, ...]
+
+    def row(self, scenario: str, lengths: str = "fixed", objective: str | None = None) -> Row:
+        objective = objective or self.subject.objective
+        return next(
+            r for r in self.rows if (r.scenario, r.lengths, r.objective) == (scenario, lengths, objective)
+        )
+
+    def bias(self, scenario: str, lengths: str = "fixed") -> float:
+        return self.row(scenario, lengths).bias
+
+    def kl_bias(self, scenario: str = THREE_POLICIES) -> float | None:
+        return self.row(scenario).kl_bias
+
+    @property
+    def worst_variable(self) -> float:
+        return worst(self.bias(s, "variable") for s in SCENARIOS)
+
+    @property
+    def worst(self) -> float:
+        """Over every setting and seed, against its own objective."""
+        return worst(r.worst_bias for r in self.rows if r.own)
+
+    @property
+    def name(self) -> str:
+        return self.subject.name
+
+    @property
+    def dtype(self) -> str:
+        return str(self.subject.dtype).removeprefix("torch.")
+
+    @property
+    def has_kl(self) -> bool:
+        return self.subject.divergence != "none"
+
+    @property
+    def label(self) -> str:
+        """The name without what the group's heading says already, and a file without its folder."""
+        first, _, rest = self.name.partition(" ")
+        if rest and self.subject.source.startswith(first):
+            return rest
+        return self.name.rsplit("/", 1)[-1] if ":" in self.name else self.name
+
+    @property
+    def claim(self) -> str:
+        return f"{DIVERGENCE_NAMES[self.subject.divergence]}, {self.subject.objective}"
+
+    @property
+    def right_where(self) -> str:
+        """Where its expected gradient is that of the objective it claims."""
+        right = {(s, n) for s in SCENARIOS for n in LENGTHS if is_right(self.bias(s, n))}
+        if len(right) == len(SCENARIOS) * len(LENGTHS):
+            return "everywhere"
+        if right >= {(s, "fixed") for s in SCENARIOS}:
+            return "fixed lengths"
+        if right >= {(ON_POLICY, n) for n in LENGTHS}:
+            return "on-policy"
+        if (ON_POLICY, "fixed") in right:
+            return "on-policy, fixed"
+        return "in part" if right else "nowhere"
+
+
+RIGHT_WHERE = {
+    "everywhere": "in all six settings",
+    "fixed lengths": "while all responses have the same length",
+    "on-policy": "while the sampler is the current policy",
+    "on-policy, fixed": "while the sampler is the current policy and all responses have the same length",
+    "in part": "in some of the six settings",
+    "nowhere": "in none of the six settings",
+}
+
+
+def worst(values: Iterable[float]) -> float:
+    """The largest; nan, if there is one, is worse than any number."""
+    return max(values, key=lambda x: math.inf if math.isnan(x) else x)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The losses of one library."""
+
+    source: str
+    lines: list[Line]
+
+    @property
+    def title(self) -> str:
+        library, _, number = self.source.partition(" ")
+        return f"{LIBRARIES.get(library, library)} {number}".strip()
+
+    @property
+    def dtype(self) -> str:
+        """The type its losses compute in, where that is not float64."""
+        others = {line.dtype for line in self.lines} - {"float64"}
+        return ", ".join(sorted(others))
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title} ({self.dtype})" if self.dtype else self.title
+
+    @property
+    def with_kl(self) -> list[Line]:
+        return [line for line in self.lines if line.has_kl]
+
+
+@dataclass(frozen=True)
+class Report:
+    """An audit and how it was made."""
+
+    audit: Audit
+    subjects: Sequence[Subject]
+    command: str
+    date: str
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, audit: Audit, subjects: Sequence[Subject], command: str) -> Report:
+        from .. import __version__
+
+        versions = {"rpg": __version__, "torch": version("torch"), "python": platform.python_version()}
+        versions |= dict(s.source.split(" ", 1) for s in subjects if " " in s.source)
+        return cls(audit, subjects, command, date.today().isoformat(), versions)
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        rows: dict[str, list[Row]] = {}
+        for row in self.audit.rows:
+            rows.setdefault(row.name, []).append(row)
+        return [Line(subject, tuple(rows[subject.name])) for subject in self.subjects]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        sources = dict.fromkeys(line.subject.source for line in self.lines)
+        return [Group(s, [line for line in self.lines if line.subject.source == s]) for s in sources]
+
+    @property
+    def setup(self) -> str:
+        seeds = self.audit.seeds
+        return f"β = {self.audit.beta:g}, mean over {seeds} seed{'s' if seeds != 1 else ''}"
+
+    @property
+    def version_text(self) -> str:
+        return ", ".join(f"{name} {number}" for name, number in self.versions.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        subjects = [
+            {
+                "name": s.name,
+                "source": s.source,
+                "divergence": s.divergence,
+                "objective": s.objective,
+                "dtype": line.dtype,
+                "note": s.note,
+                "right": line.right_where,
+            }
+            for s, line in zip(self.subjects, self.lines, strict=True)
+        ]
+        about = {"command": self.command, "date": self.date, "versions": self.versions, "subjects": subjects}
+        return _without_nan(about | self.audit.as_dict())  # type: ignore[no-any-return]
+
+
+def _without_nan(x: Any) -> Any:
+    """JSON has no nan: what is undefined becomes null."""
+    if isinstance(x, dict):
+        return {k: _without_nan(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_without_nan(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def finding(report: Report) -> str:
+    """How many losses have the gradient they claim, and what the others need for it."""
+    total = len(report.lines)
+    counts = {where: sum(line.right_where == where for line in report.lines) for where in RIGHT_WHERE}
+    if total == 1:
+        where = report.lines[0].right_where
+        return f"{report.lines[0].label} has the gradient it claims {RIGHT_WHERE[where]}."
+    if counts["everywhere"] == total:
+        return f"All {total} losses have the gradient they claim in every setting."
+    others = [f"{n} {_ONLY[where]}" for where, n in counts.items() if n and where != "everywhere"]
+    return (
+        f"{counts['everywhere']} of {total} losses have the gradient they claim in every setting; {', '.join(others)}."
+    )
+
+
+_ONLY = {
+    "fixed lengths": "only at fixed lengths",
+    "on-policy": "only on-policy",
+    "on-policy, fixed": "only on-policy at fixed lengths",
+    "in part": "in some settings",
+    "nowhere": "in none",
+}
+
+
+def kl_finding(group: Group) -> str:
+    """How many of a library's KL terms are right with three policies, and how far off the others are."""
+    biases = [b for line in group.with_kl if (b := line.kl_bias()) is not None]
+    if not biases:
+        return "no KL term"
+    off = [b for b in biases if not is_right(b)]
+    right = f"{len(biases) - len(off)} of {len(biases)} KL terms right off-policy"
+    return f"{right}, the others off by {span(off)}" if off else right
+
+
+def merge(lines: Iterable[Line], values: Callable[[Line], tuple[float | None, ...]]) -> list[tuple[str, Line]]:
+    """Lines that cannot be told apart by ``values``, as (their labels together, the first of them)."""
+    alike: dict[tuple[str, ...], list[Line]] = {}
+    for line in lines:
+        key = tuple(grade(v) if is_right(v) else size(v) for v in values(line))
+        alike.setdefault((line.subject.source, *key), []).append(line)
+    return [(joined_labels(same), same[0]) for same in alike.values()]
+
+
+def joined_labels(lines: Sequence[Line]) -> str:
+    """grpo · dapo, each + low_var_kl"""
+    stems: dict[str, list[str]] = {}
+    for line in lines:
+        cut = min((i for mark in (" (", " + ") if (i := line.label.find(mark)) >= 0), default=len(line.label))
+        stems.setdefault(line.label[cut:].strip(), []).append(line.label[:cut])
+    texts = []
+    for variant, names in stems.items():
+        each = ", each " if len(names) > 1 else " "
+        texts.append(" · ".join(names) + (each + variant if variant else ""))
+    return " · ".join(texts)
+

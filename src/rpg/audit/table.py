@@ -1,0 +1,196 @@
+"""An audit as text: a table for the terminal or a pipe, and the whole of it in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import SCENARIOS
+from .summary import EXACT, RIGHT_WHERE, SHORT, THREE_POLICIES, Line, Report, finding, grade, share, size, two_digits
+
+PIPE_WIDTH = 100
+COLOURS = {"exact": "green", "rounding": "green", "small": "yellow", "medium": "red", "large": "bold red"}
+MARKS = {"everywhere": "✓", "nowhere": "✗"}
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    meaning: str
+    cell: Callable[[Line], Text]
+    number: bool = True
+
+
+def _bias(value: Callable[[Line], float | None]) -> Callable[[Line], Text]:
+    def cell(line: Line) -> Text:
+        bias = value(line)
+        return Text(size(bias), style=COLOURS.get(grade(bias), "dim"))
+
+    return cell
+
+
+def _plain(value: Callable[[Line], str]) -> Callable[[Line], Text]:
+    return lambda line: Text(value(line))
+
+
+def _right(line: Line) -> Text:
+    where = line.right_where
+    colour = {"everywhere": "green", "nowhere": "red"}.get(where, "yellow")
+    return Text(f"{MARKS.get(where, '~')} {where}", style=colour)
+
+
+def _scenario_columns(lengths: str, meanings: dict[str, str]) -> list[Column]:
+    return [Column(SHORT[s], meanings[s], _bias(lambda line, s=s: line.bias(s, lengths))) for s in SCENARIOS]  # type: ignore[misc]
+
+
+_LOSS = Column("loss", "", _plain(lambda line: line.label), number=False)
+_CLAIM = Column(
+    "ascends",
+    "the objective it claims: E[R] − β·D, at the level where its ratios are exact",
+    _plain(lambda line: line.claim),
+    number=False,
+)
+_RIGHT = Column("right", "where its expected gradient is the one of that objective", _right, number=False)
+_FIXED = _scenario_columns("fixed", {s: f"relative bias, responses of one length; {text}" for s, text in SCENARIOS.items()})
+_VARIABLE = _scenario_columns(
+    "variable", {s: f"relative bias, responses of different lengths; {text}" for s, text in SCENARIOS.items()}
+)
+_WORST_VARIABLE = Column(
+    "var. len.",
+    "the worst of the three where responses differ in length (a 1/|y| in the loss shows here)",
+    _bias(lambda line: line.worst_variable),
+)
+_KL = Column(
+    "KL term",
+    "relative bias of the KL term alone, rewards zero; three policies",
+    _bias(lambda line: line.kl_bias()),
+)
+_SEQUENCE = Column(
+    "sequence",
+    "relative bias against the sequence objective, whatever it claims; three policies",
+    _bias(lambda line: line.row(THREE_POLICIES, objective="sequence").bias),
+)
+_VARIANCE = Column(
+    "variance",
+    "of one response's gradient, over |∇J|²; three policies",
+    _plain(lambda line: two_digits(line.row(THREE_POLICIES).variance)),
+)
+_CUT = Column(
+    "cut",
+    "share of tokens that the clip cuts off from the reward; three policies",
+    _plain(lambda line: share(line.row(THREE_POLICIES).cut)),
+)
+_LEFT = Column(
+    "left",
+    "gradient that remains on those tokens, over |∇J|; three policies",
+    _plain(lambda line: share(line.row(THREE_POLICIES).left)),
+)
+
+MAIN = [_LOSS, _RIGHT, _CLAIM, *_FIXED, _WORST_VARIABLE, _KL]
+DETAILS = [_LOSS, *_VARIABLE, _SEQUENCE, _VARIANCE, _CUT, _LEFT]
+EVERYTHING = [_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL, _SEQUENCE, _VARIANCE, _CUT, _LEFT]
+
+
+def console() -> Console:
+    """The terminal at its own width; a pipe at 100 columns, without colour."""
+    made = Console(highlight=False, markup=False, emoji=False)
+    return made if made.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
+
+
+def show(report: Report, to: Console, verbose: bool = False) -> None:
+    to.print(Text(finding(report), style="bold"))
+    to.print(f"Relative bias of the expected gradient against the exact one; {report.setup}.")
+    to.print(_table(report, MAIN))
+    _explain(to, MAIN)
+    if verbose:
+        to.print()
+        to.print(Text("Responses of different lengths, the sequence objective, variance and the clip", style="bold"))
+        to.print(_table(report, DETAILS))
+        _explain(to, DETAILS)
+        _notes(report, to)
+    for message in report.audit.messages:
+        to.print(Text(f"not audited: {message}", style="yellow"))
+
+
+def _table(report: Report, columns: list[Column]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for column in columns:
+        first = column is _LOSS
+        table.add_column(
+            column.title,
+            justify="right" if column.number else "left",
+            no_wrap=not first,
+            overflow="fold",
+            ratio=1 if first else None,
+        )
+    for group in report.groups:
+        table.add_section()
+        table.add_row(Text(group.heading, style="bold"))
+        for line in group.lines:
+            label, *cells = (column.cell(line) for column in columns)
+            table.add_row(Text("  ") + label, *cells)
+    return table
+
+
+def _explain(to: Console, columns: list[Column]) -> None:
+    width = max(len(column.title) for column in columns)
+    for column in columns:
+        if column.meaning:
+            to.print(Text(f"{column.title:<{width}}  {column.meaning}", style="dim"))
+    if _KL in columns:
+        to.print(Text(f"{'exact':<{width}}  below {EXACT:g}, the rounding of float64", style="dim"))
+
+
+def _notes(report: Report, to: Console) -> None:
+    noted = [line for line in report.lines if line.subject.note]
+    if noted:
+        to.print()
+        to.print(Text("Settings", style="bold"))
+    for line in noted:
+        to.print(f"{line.name}: {line.subject.note}")
+
+
+# ---- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def markdown(report: Report) -> str:
+    titles = [column.title for column in EVERYTHING]
+    for offset, lengths in ((3, "fixed"), (6, "variable")):
+        for i in range(len(SCENARIOS)):
+            titles[offset + i] = f"{titles[offset + i]}, {lengths}"
+    meanings = [c.meaning for c in EVERYTHING]
+    out = [
+        "# The audit: is this loss's gradient the one that was meant?",
+        "",
+        "```",
+        report.command,
+        "```",
+        f"{report.version_text}; {report.date}; {report.setup}.",
+        "",
+        f"**{finding(report)}** A bias is relative: |E[g] − ∇J| / |∇J|, by enumeration of every response.",
+        "",
+    ]
+    for group in report.groups:
+        noted = any(line.subject.note for line in group.lines)
+        header = [*titles, "setting"] if noted else titles
+        align = ["---:" if c.number else "---" for c in EVERYTHING] + (["---"] if noted else [])
+        out += [f"## {group.heading}", "", _row(header), _row(align)]
+        for line in group.lines:
+            cells = [column.cell(line).plain for column in EVERYTHING]
+            out.append(_row([*cells, line.subject.note] if noted else cells))
+        out.append("")
+    out += ["## What the columns say", ""]
+    out += [f"- **{title}**: {text}" for title, text in zip(titles, meanings, strict=True) if text]
+    out += [f"- **exact**: below {EXACT:g}, the rounding of float64"]
+    out += [f"- **{where}**: {text}" for where, text in RIGHT_WHERE.items()]
+    out += [f"- Not audited: {message}" for message in report.audit.messages]
+    return "\n".join(out) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

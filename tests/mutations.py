@@ -1,0 +1,253 @@
+"""Mutants of the formulas, and a runner that asks the project's own tests to kill them. See test_mutations.py.
+
+``python tests/mutations.py objective`` prints one JSON line per mutant of src/rpg/objective.py. A process that has imported
+torch, and never called backward, forks a child per mutant; the child swaps one node of one syntax tree, imports ``rpg``
+from the trees and calls the test functions until one fails.
+"""
+
+import ast
+import copy
+import importlib.abc
+import importlib.util
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "src" / "rpg"
+MODULES = ("objective", "losses", "clipping", "mismatch")
+ORACLES = ("test_mutation_oracles", "test_exact")
+FAST = {"scenario": "three policies", "shape": "variable"}  # parameters of a test that a mutant is shown, of all
+TIMEOUT_S = 60
+
+# Not formulas: what is refused, with which words, and how Lambert's W is iterated (its values are pinned by KL3's limits).
+SKIPPED = ("__post_init__", "_check_low_high", "_check_dual", "_check_level", "lambert_w")
+FLIPS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+FLIPS |= {ast.And: ast.Or, ast.Or: ast.And}
+COMPARISONS = {
+    ast.GtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Gt, ast.Lt),
+    ast.Lt: (ast.GtE, ast.LtE),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+}
+DROPPED = ("detach", "neg", "neg_", "exp", "log", "square", "abs", "cumsum", "flip")  # x.exp() -> x
+AXIS = ("sum", "any", "cumsum", "flip", "unsqueeze", "log_softmax", "softmax", "gather", "topk", "cat")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``holder.field`` (or its element ``index``) is replaced by ``node``."""
+
+    name: str
+    holder: ast.AST
+    field: str
+    index: int | None
+    node: ast.AST
+
+    def apply(self):
+        if self.index is None:
+            setattr(self.holder, self.field, self.node)
+        else:
+            getattr(self.holder, self.field)[self.index] = self.node
+
+
+def replacements(node, parents):
+    """What may stand in place of an expression."""
+    if isinstance(node, ast.BinOp):
+        if type(node.op) in FLIPS:
+            yield ast.BinOp(node.left, FLIPS[type(node.op)](), node.right)
+        elif isinstance(node.op, ast.Mult):
+            yield from (node.left, node.right)
+        elif isinstance(node.op, (ast.Div, ast.Pow)):
+            yield node.left
+    elif isinstance(node, ast.UnaryOp) and not is_axis(node, parents):
+        yield node.operand
+    elif isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(FLIPS[type(node.op)](), node.values)
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+        for flipped in COMPARISONS.get(type(node.ops[0]), ()):
+            yield ast.Compare(node.left, [flipped()], node.comparators)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        yield ast.Constant(node.value + 1)
+        yield ast.Constant(node.value - 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED:
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id in ("torch", "math")):
+            yield node.func.value
+    elif isinstance(node, ast.keyword) and node.arg == "alpha":  # torch.add(x, y, alpha=k)
+        yield ast.keyword("alpha", ast.UnaryOp(ast.USub(), node.value))
+
+
+def is_axis(node, parents):
+    """The -1 of x.sum(-1): an axis counted from the other end is the same axis."""
+    caller = parents[-1]
+    while isinstance(caller, ast.keyword):
+        caller = parents[-2]
+    name = getattr(caller.func, "attr", "") if isinstance(caller, ast.Call) else ""
+    return name in AXIS and isinstance(node.operand, ast.Constant)
+
+
+def mutants(tree):
+    """Every mutant of a module, named by function, expression before and after, in order of appearance."""
+    found, seen = [], {}
+
+    def visit(node, parents, where):
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list"):
+                continue
+            for index, child in enumerate(value if isinstance(value, list) else [value]):
+                if not isinstance(child, ast.AST) or isinstance(child, (ast.JoinedStr, ast.Raise, ast.Assert)):
+                    continue
+                inner = where
+                if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                    if child.name in SKIPPED:
+                        continue
+                    inner = [*where, child.name]
+                elif not where and isinstance(child, ast.AnnAssign):
+                    inner = [child.target.id]
+                for new in replacements(child, [*parents, node]):
+                    site = (node, field, index if isinstance(value, list) else None)
+                    name = f"{'.'.join(inner) or 'module'}: {describe(site, child, new, parents)}"
+                    seen[name] = seen.get(name, 0) + 1
+                    name = name if seen[name] == 1 else f"{name} (#{seen[name]})"
+                    found.append(Mutant(name, *site, new))
+                visit(child, [*parents, node], inner)
+
+    visit(tree, [], [])
+    return found
+
+
+def describe(site, old, new, parents):
+    """The mutated expression; a bare constant is shown with the expression around it."""
+    holder, field, index = site
+    if not isinstance(old, (ast.Constant, ast.keyword)):
+        return f"{ast.unparse(old)} -> {ast.unparse(new)}"
+    around = [n for n in (*parents, holder) if isinstance(n, (ast.expr, ast.stmt)) and not isinstance(n, ast.UnaryOp)]
+    mutant = Mutant("", holder, field, index, new)
+    before = ast.unparse(around[-1])
+    mutant.apply()
+    after = ast.unparse(around[-1])
+    Mutant("", holder, field, index, old).apply()
+    return f"{before} -> {after}"
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+class Trees(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports ``rpg`` from syntax trees."""
+
+    def __init__(self):
+        self.trees = {}
+        for path in PACKAGE.rglob("*.py"):
+            parts = ["rpg", *path.relative_to(PACKAGE).with_suffix("").parts]
+            package = parts[-1] == "__init__"
+            self.trees[".".join(parts[:-1] if package else parts)] = (path, ast.parse(path.read_text()), package)
+        self.codes = {name: compile(tree, str(path), "exec") for name, (path, tree, _) in self.trees.items()}
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.trees:
+            return None
+        return importlib.util.spec_from_loader(name, self, is_package=self.trees[name][2])
+
+    def exec_module(self, module):
+        exec(self.codes[module.__name__], module.__dict__)
+
+    def swap(self, name, mutant):
+        path, tree, _ = self.trees[name]
+        mutant.apply()
+        self.codes[name] = compile(ast.fix_missing_locations(tree), str(path), "exec")
+
+
+def cases(module):
+    """(label, call) of every test function of a module, its parametrisation multiplied out and cut to FAST."""
+    for name, function in list(vars(module).items()):
+        if not name.startswith("test_"):
+            continue
+        axes = []
+        for mark in getattr(function, "pytestmark", []):
+            names, values = mark.args
+            names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+            axes.append([dict(zip(names, v if len(names) > 1 else [v], strict=True)) for v in values])
+        for chosen in itertools.product(*axes):
+            arguments = {k: v for one in chosen for k, v in one.items()}
+            if all(arguments.get(k, v) == v for k, v in FAST.items()):
+                yield f"{name}{list(arguments.values())}", lambda f=function, a=arguments: f(**a)
+
+
+def first_failure(sources):
+    """The label of the first test that fails, or None."""
+    for name, code in sources.items():
+        module = sys.modules[name] = ModuleType(name)
+        module.__file__ = str(TESTS / f"{name}.py")
+        try:
+            exec(code, module.__dict__)
+        except Exception as error:
+            return f"import of {name}: {type(error).__name__}"
+        if hasattr(module, "SEEDS"):
+            module.SEEDS = range(1)
+        for label, call in cases(module):
+            try:
+                call()
+            except (Exception, pytest.fail.Exception):
+                if os.environ.get("RPG_MUTATION_TRACE"):
+                    traceback.print_exc()
+                return f"{name}::{label}"
+    return None
+
+
+def in_child(finder, module, mutant, sources):
+    """(pid, fd to read the outcome from). The child does not return."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, read
+    try:
+        signal.alarm(TIMEOUT_S)
+        if mutant is not None:
+            finder.swap(f"rpg.{module}", mutant)
+        failed = first_failure(sources)
+        os.write(write, json.dumps(failed).encode())
+    finally:
+        os._exit(0)
+
+
+def run(module, jobs):
+    """Yields (name of the mutant or None for the untouched source, what killed it or None)."""
+    assert not any(name.split(".")[0] == "rpg" for name in sys.modules), "rpg must be imported in the children only"
+    finder = Trees()
+    sys.meta_path.insert(0, finder)
+    sources = {n: compile((TESTS / f"{n}.py").read_text(), str(TESTS / f"{n}.py"), "exec") for n in ORACLES}
+    waiting = [None, *mutants(finder.trees[f"rpg.{module}"][1])]
+    running = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            mutant = waiting.pop(0)
+            pid, fd = in_child(finder, module, mutant, sources)
+            running[pid] = (mutant, fd)
+        pid, status = os.wait()
+        mutant, fd = running.pop(pid)
+        told = os.read(fd, 65536)
+        os.close(fd)
+        killed_by = json.loads(told) if told else f"crash or timeout, wait status {status}"
+        yield (None if mutant is None else mutant.name), killed_by
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, killed_by in run(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1):
+        print(json.dumps([name, killed_by]), flush=True)

@@ -1,0 +1,299 @@
+"""Every preset: the coefficient on each ∇log π as methods.md, section 4 has it, written out here with its numbers."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+import rpg
+from rpg import Advantage, PolicyLoss, clip
+
+RPG = [f"rpg-{style}{kind}" for style in ("", "reinforce-") for kind in ("fkl", "rkl", "ufkl", "urkl")]
+NAMES = [*RPG, "reinforce", "ppo", "grpo", "grpo-corrected", "dr-grpo", "dapo", "reinforce++", "reinforce++-baseline"]
+NAMES += ["rloo", "remax", "gpg", "gspo", "cispo", "cpgd", "pmd-mean", "atr-grpo", "capo", "topr", "sapo"]
+DRIFTS = (0.0, 1e-4, 0.1, 0.4, 1.5, 2.5)  # from on-policy to far beyond every bound
+
+
+class Batch:
+    """float64, uneven lengths, an empty row, three policies; every sixth row has each drift."""
+
+    def __init__(self, seed=0, rows=60, columns=7):
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+        drift = torch.tensor(DRIFTS, dtype=torch.float64).repeat(rows // len(DRIFTS))[:, None]
+        self.logp = -randn(rows, columns).abs() - 0.05
+        self.old = self.logp - drift * randn(rows, columns)
+        self.ref = self.logp - 0.3 * randn(rows, columns)
+        self.a = randn(rows)
+        self.mask = torch.arange(columns) < torch.randint(1, columns + 1, (rows, 1), generator=g)
+        self.mask[5] = False
+
+    def args(self):
+        return self.logp, self.old, self.a, self.mask
+
+
+def gradient(loss, logp, *args, **kwargs):
+    logp = logp.clone().requires_grad_()
+    return torch.autograd.grad(loss(logp, *args, **kwargs).loss, logp)[0]
+
+
+def expected(name, b):
+    """d loss / d log π of every token, from the published formulas."""
+    mask, a = b.mask.double(), b.a[:, None]
+    log_w, log_u = (b.logp - b.old) * mask, (b.logp - b.ref) * mask
+    w, u, v = log_w.exp(), log_u.exp(), (log_w - log_u).exp()
+    length = mask.sum(-1, keepdim=True).clamp(min=1)
+    all_tokens, sequences = mask.sum(), b.mask.any(-1).sum()
+    log_sequence = log_w.sum(-1, keepdim=True)
+    token_mean, per_response = mask / all_tokens, mask / length / sequences
+
+    def within(ratio, advantage, low, high, dual=math.inf):
+        """1 where PPO's clip to (low, high) lets the gradient through, else 0."""
+        return torch.where(advantage >= 0, ratio < high, (ratio > low) & (ratio < dual)).double()
+
+    ppo = -a * w * within(w, a, 0.8, 1.2)
+    if name.startswith("rpg-"):
+        kind, beta = name.rpartition("-")[2], 1e-4
+        if "reinforce" in name:  # Algorithm 2: ω, cut on the sign of ω/w
+            omega = w * a + beta * {"fkl": v, "ufkl": v - w, "rkl": -w * (log_u + 1), "urkl": -w * log_u}[kind]
+            return -omega * within(w, omega / w, 0.8, 1.28, 10.0) * token_mean
+        if kind in ("fkl", "ufkl"):  # dual clip of the reward term, the KL term beside it
+            return (-a * w * within(w, a, 0.8, 1.28, 10.0) + beta * (w - v if kind == "ufkl" else -v)) * token_mean
+        a_hat = a - beta * (log_u + (kind == "rkl"))  # Algorithm 1: −f·Â, differentiated through f and Â
+        bounded = torch.where(a_hat >= 0, w.clamp(max=1.28), w.clamp(0.8, 10.0))
+        return (-a_hat * w * within(w, a_hat, 0.8, 1.28, 10.0) + beta * bounded) * token_mean
+    return {
+        "reinforce": lambda: -a * token_mean,
+        "ppo": lambda: ppo * token_mean,
+        "grpo": lambda: (ppo + 0.04 * (1 - 1 / u)) * per_response,
+        "grpo-corrected": lambda: (ppo + 0.04 * w * log_u) * per_response,
+        "dr-grpo": lambda: ppo * mask / (sequences * 3000),
+        "dapo": lambda: -a * w * within(w, a, 0.8, 1.28) * token_mean,
+        "reinforce++": lambda: ppo * token_mean,
+        "reinforce++-baseline": lambda: (ppo + 0.01 * log_u) * token_mean,
+        "rloo": lambda: -a * mask / sequences,
+        "remax": lambda: -a * mask / sequences,
+        "gpg": lambda: -a * token_mean,
+        "gspo": lambda: (
+            -a * (s := (log_sequence / length).exp()) * within(s, a, 1 - 3e-4, 1 + 4e-4) * mask / length / sequences
+        ),
+        "cispo": lambda: -a * w.clamp(max=5.0) * token_mean,
+        "cpgd": lambda: (-a * within(w, a, 0.8, 1.2) + 1e-3 * (w - 1).clamp(max=2.0)) * token_mean,
+        "pmd-mean": lambda: -(a - 0.05 * log_sequence) * per_response,
+        "atr-grpo": lambda: -a * w * within(w, a, *level_set(0.05)) * per_response,
+        "capo": lambda: ppo * per_response,
+        "topr": lambda: -a * torch.where(a >= 0, 1.0, log_sequence.exp().clamp(max=1.0)) * mask / sequences,
+        "sapo": lambda: -a * sapo_slope(w, 1.0 + 0.05 * (a <= 0)) * per_response,
+    }[name]()
+
+
+def level_set(delta):
+    """Where r − 1 − log r = delta, by bisection."""
+
+    def solve(inside, outside):
+        for _ in range(200):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if middle - 1 - math.log(middle) <= delta else (inside, middle)
+        return inside
+
+    return solve(1.0, 1e-9), solve(1.0, 50.0)
+
+
+def sapo_slope(w, tau):
+    """d/d log w of (4/τ)·sigmoid(τ(w − 1))."""
+    e = torch.exp(-tau * (w - 1))
+    return 4 * w * e / (1 + e) ** 2
+
+
+OLD_ONLY = ("cpgd", "pmd-mean")  # published with the sampling policy as the anchor
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_coefficients(name, seed):
+    b = Batch(seed)
+    if name in OLD_ONLY:
+        b.ref = b.old
+    want = expected(name, b)
+    got = gradient(rpg.algorithm(name).loss, *b.args(), ref_logp=None if name in OLD_ONLY else b.ref)
+    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-13)
+    assert (got[~b.mask] == 0).all()
+    assert (got[b.mask] != 0).any()
+
+
+@pytest.mark.parametrize("name", RPG)
+def test_the_rpg_presets_anchor_to_old_by_default(name):
+    b = Batch(7)
+    b.ref = b.old
+    torch.testing.assert_close(gradient(rpg.algorithm(name).loss, *b.args()), expected(name, b), rtol=1e-8, atol=1e-13)
+
+
+def test_the_batches_reach_every_bound():
+    b = Batch(0)
+    w = (b.logp - b.old).exp()[b.mask]
+    a = b.a[:, None].expand_as(b.mask)[b.mask]
+    for reached in (w > 10, w > 5, w < 0.2, (w > 1) & (w < 1 + 3e-4), w == 1):
+        assert (reached & (a < 0)).any()
+        assert (reached & (a > 0)).any()
+
+
+# ---- advantages ------------------------------------------------------------------------------------------------------
+
+REWARDS = [1.0, 0.0, 0.5, 0.25, 0.25, 0.25, 1.0, -1.0]
+GROUPS = [3, 3, 3, 0, 0, 0, 8, 8]
+GREEDY = [0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def advantage_by_hand(name):
+    of = {g: [r for r, h in zip(REWARDS, GROUPS, strict=True) if h == g] for g in GROUPS}
+    mean = [statistics.fmean(of[g]) for g in GROUPS]
+    centred = [r - m for r, m in zip(REWARDS, mean, strict=True)]
+    by_std = [x / (statistics.stdev(of[g]) + 1e-6) for x, g in zip(centred, GROUPS, strict=True)]
+
+    def white(x):
+        return [(y - statistics.fmean(x)) / (statistics.stdev(x) + 1e-8) for y in x]
+
+    if name in ("grpo", "grpo-corrected", "dapo", "gspo", "cispo", "atr-grpo", "capo", "sapo"):
+        return by_std
+    if name in ("rloo", "pmd-mean"):
+        return [x * len(of[g]) / (len(of[g]) - 1) for x, g in zip(centred, GROUPS, strict=True)]
+    return {
+        "ppo": white(REWARDS),
+        "reinforce++-baseline": white(centred),
+        "remax": [r - g for r, g in zip(REWARDS, GREEDY, strict=True)],
+        "gpg": [x * 3 / 2 for x in centred],  # three groups, two with signal
+        "topr": REWARDS,
+    }.get(name, centred)  # rpg-*, reinforce, dr-grpo, cpgd
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "reinforce++"])
+def test_advantages(name):
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    greedy = torch.tensor(GREEDY, dtype=torch.float64)
+    got = rpg.algorithm(name).advantage(rewards, torch.tensor(GROUPS), greedy_rewards=greedy)
+    assert got.tolist() == pytest.approx(advantage_by_hand(name), abs=1e-9)
+
+
+def test_reinforce_pp_advantage():
+    """r_t = 1{t = last}·R − 0.01·log(old/ref), summed from t on, whitened over the tokens of the batch."""
+    b = Batch(1, rows=12)
+    rewards = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    preset = rpg.algorithm("reinforce++")
+    got = preset.advantage(rewards, torch.zeros(12), mask=b.mask, old_logp=b.old, ref_logp=b.ref)
+    to_go = {}
+    for i in range(12):
+        tokens = [t for t in range(7) if b.mask[i, t]]
+        for t in tokens:
+            penalty = sum(float(b.old[i, s] - b.ref[i, s]) for s in tokens if s >= t)
+            to_go[i, t] = float(rewards[i]) - 0.01 * penalty
+    mean, std = statistics.fmean(to_go.values()), statistics.stdev(to_go.values())
+    assert (got[~b.mask] == 0).all()
+    for (i, t), x in to_go.items():
+        assert float(got[i, t]) == pytest.approx((x - mean) / (std + 1e-8), abs=1e-9)
+    w = (b.logp - b.old).exp()
+    inside = torch.where(got >= 0, w < 1.2, w > 0.8)
+    torch.testing.assert_close(
+        gradient(preset.loss, b.logp, b.old, got, b.mask), -got * w * inside * b.mask / b.mask.sum()
+    )
+
+
+# ---- the table itself ------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_of_the_design_exists_and_says_what_it_is():
+    assert sorted(rpg.algorithms()) == sorted(NAMES)
+    for name in NAMES:
+        made = rpg.algorithm(name)
+        assert made.name == name
+        assert made.paper
+        assert made.formula
+        assert "\n" not in made.formula
+        assert made == rpg.algorithm(name)
+        assert made.loss.mismatch is None
+
+
+def test_what_the_loop_must_do_around_them():
+    def having(**wanted):
+        made = (rpg.algorithm(n) for n in NAMES)
+        return {m.name for m in made if all(getattr(m, k) == v for k, v in wanted.items())}
+
+    assert having(dynamic_sampling=True) == having(overlong_penalty=True) == {*RPG, "dapo"}
+    assert having(curvature_gate=True) == {"capo"}
+    assert having(reference="initial") == {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
+    assert having(reference="old") == set(NAMES) - having(reference="initial")
+
+
+# ---- overrides -------------------------------------------------------------------------------------------------------
+
+
+def test_overrides():
+    make = rpg.algorithm
+    assert make("rpg-urkl", beta=0.5).loss.beta == 0.5
+    assert make("grpo", beta=0.0).loss.beta == 0.0
+    assert make("dapo", low=0.1, high=0.3).loss.clip == clip.Box(0.1, 0.3)
+    assert make("rpg-reinforce-urkl", c=3.0).loss.clip == clip.RPGClip(0.2, 0.28, 3.0)
+    assert make("atr-grpo", delta=0.1, form="k2").loss.clip == clip.KL3(0.1, "k2")
+    assert make("sapo", tau_negative=2.0).loss.clip == clip.Sigmoid(1.0, 2.0)
+    assert make("grpo", clip=clip.KL3(), delta=0.2).loss.clip == clip.KL3(0.2)
+    assert make("grpo", clip=None).loss.clip is None
+    assert make("grpo", loss=PolicyLoss(clip=clip.DualClip()), c=5.0).loss.clip == clip.DualClip(c=5.0)
+    assert make("grpo", advantage="leave-one-out").advantage == Advantage("leave-one-out")
+    assert make("grpo", advantage=Advantage("group-mean", whiten=True)).advantage.whiten
+    assert make("dr-grpo", constant=1024).loss.constant == 1024
+    assert make("grpo", reduction="constant", constant=64).loss.reduction == "constant"
+    assert make("dr-grpo", reduction="token-mean", constant=None).loss.reduction == "token-mean"
+    assert make("rpg-urkl", mismatch=rpg.mismatch.TIS(cap=3)).loss.mismatch == rpg.mismatch.TIS(cap=3)
+    assert make("dapo", divergence="urkl", beta=0.2).loss.beta == 0.2
+    assert make("dapo", dynamic_sampling=False).dynamic_sampling is False
+    assert make("rpg-urkl", reference="initial").reference == "initial"
+    changed = make("dapo", high=0.5, beta=0.0, level="sequence", dynamic_sampling=False)
+    assert (changed.loss.clip.high, changed.loss.level, changed.dynamic_sampling) == (0.5, "sequence", False)
+    assert changed.name == "dapo"
+    assert make("dapo").loss.clip.high == 0.28  # presets are not shared state
+
+
+def test_beta_never_falls_on_deaf_ears():
+    """reinforce++ has its β in the reward; a method without a KL term has none to set."""
+    assert rpg.algorithm("reinforce++").advantage.beta == 0.01
+    changed = rpg.algorithm("reinforce++", beta=0.5)
+    assert changed.advantage.beta == 0.5
+    assert changed.loss.beta == 0.0
+    for name in ("dapo", "rloo", "sapo"):
+        with pytest.raises(ValueError, match=r"beta.*divergence"):
+            rpg.algorithm(name, beta=0.5)
+        assert rpg.algorithm(name, beta=0.0).loss.beta == 0.0
+    assert rpg.algorithm("reinforce++", beta=0.5, divergence="urkl").loss.beta == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "suggestion"),
+    [
+        ("gropo", {}, "'grpo'"),
+        ("rpg-reinforce-ukl", {}, "'rpg-reinforce-urkl'"),
+        ("grpo", {"betta": 1}, "'beta'"),
+        ("grpo", {"hihg": 1}, "'high'"),
+        ("rpg-urkl", {"advantages": "none"}, "'advantage'"),
+        ("grpo", {"advantage": "group-men"}, "'group-mean'"),
+        ("grpo", {"divergence": "urlk"}, "'urkl'"),
+        ("grpo", {"reduction": "token_mean"}, "'token-mean'"),
+        ("grpo", {"level": "sequences"}, "'sequence'"),
+        ("grpo", {"paper": "mine"}, ""),
+        ("rloo", {"low": 0.1}, ""),
+    ],
+)
+def test_unknown_overrides_name_the_nearest(name, options, suggestion):
+    with pytest.raises(ValueError, match="unknown") as error:
+        rpg.algorithm(name, **options)
+    assert suggestion in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"clip": "box"}, {"mismatch": "tis"}, {"low": 1.5}, {"reduction": "constant"}])
+def test_impossible_overrides(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options)).replace("reduction", "constant")) as error:
+        rpg.algorithm("grpo", **options)
+    assert "\n" not in str(error.value)
