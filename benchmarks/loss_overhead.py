@@ -4,15 +4,19 @@
 
 The hand-written expression is what a practitioner would put into a trainer for this one method: no checks, no care for
 NaN, no bounds, no other options. Both are timed in alternation and compared as the median of paired ratios, so that the
-machine's noise falls on both. "with metrics" adds reading all diagnostics, as a trainer does once a minibatch.
+machine's noise falls on both. "+ metrics" adds reading all diagnostics, as a trainer does once a minibatch; "TRL" is the
+real GRPOTrainer._compute_loss of the TRL installed (pip install 'rpg-rl[audit]'), with the metrics that it logs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -63,6 +67,28 @@ CASES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def trl_loss(name: str, logp: Tensor, old: Tensor, a: Tensor, mask: Tensor, ref: Tensor) -> Callable[[], Tensor] | None:
+    """TRL's own loss of that name on the same tensors, or None."""
+    if name not in ("grpo", "dapo") or importlib.util.find_spec("trl") is None:
+        return None
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rpg.audit.peers import _field_defaults, _trl_inputs, _trl_trainer
+
+    config = _field_defaults(GRPOConfig)
+    config.loss_type, config.beta, config.use_bias_correction_kl = name, BETA if name == "grpo" else 0.0, False
+    config.epsilon_high = 0.28 if name == "dapo" else 0.2
+    trainer = _trl_trainer(GRPOTrainer, config, True, logp)
+    inputs = _trl_inputs(
+        SimpleNamespace(tokens_NT=torch.zeros_like(mask, dtype=torch.long), mask_NT=mask, advantages_N=a)
+    )
+    inputs = {k: v.to(logp.device) for k, v in inputs.items()} | {
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+    }
+    return lambda: trainer._compute_loss(None, inputs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -88,35 +114,43 @@ def main() -> None:
         loss.backward()
         if device != "cpu":
             torch.cuda.synchronize()
-        return time.perf_counter() - start, logp.grad.clone()
+        seconds = time.perf_counter() - start
+        assert logp.grad is not None
+        return seconds, logp.grad.clone()
 
-    name_of_device = torch.cuda.get_device_name() if device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"torch {torch.__version__}, {name_of_device}, {list(shape)} float32, median of {args.repeats} pairs")
-    print(f"{'method':<22}{'by hand':>10}{'rpg':>10}{'ratio':>8}{'with metrics':>14}{'ratio':>8}   same gradient")
+    on = torch.cuda.get_device_name() if device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
+    print(
+        f"torch {torch.__version__}, {on}, {list(shape)} float32, forward and backward, median of {args.repeats} pairs"
+    )
+    print(f"{'method':<20}{'by hand':>9}{'rpg':>9}{'ratio':>7}{'+ metrics':>11}{'TRL':>9}   {'gradient error':<14}")
     for name, hand in CASES.items():
-        loss_fn = rpg.algorithm(name, beta=BETA).loss if name != "dapo" else rpg.algorithm(name).loss
-        ours = lambda: loss_fn(logp, old, advantages, mask, ref_logp=None if name == "dapo" else ref)  # noqa: E731
+        loss_fn = rpg.algorithm(name).loss if name == "dapo" else rpg.algorithm(name, beta=BETA).loss
+        given = (logp, old, advantages, mask)
+        ours = partial(loss_fn, *given, ref_logp=None if name == "dapo" else ref)
 
-        def with_metrics() -> Tensor:
+        def with_metrics(ours: Callable[[], rpg.LossOutput] = ours) -> Tensor:
             out = ours()
-            _ = out.metrics
+            assert out.metrics
             return out.loss
 
-        by_hand = lambda: hand(logp, old, advantages, mask, ref)  # noqa: E731
-        sides = {"hand": by_hand, "rpg": lambda: ours().loss, "metrics": with_metrics}
+        sides: dict[str, Callable[[], Tensor]] = {"hand": partial(hand, *given, ref)}
+        sides["rpg"] = lambda ours=ours: ours().loss
+        sides["metrics"] = with_metrics
+        if trl := trl_loss(name, *given, ref):
+            sides["trl"] = trl
         times: dict[str, list[float]] = {side: [] for side in sides}
-        gradients = {}
+        gradients: dict[str, Tensor] = {}
         for repeat in range(args.repeats + 3):
             for side, fn in sides.items():
                 seconds, gradients[side] = timed(fn)
                 if repeat >= 3:
                     times[side].append(seconds)
-        error = float((gradients["rpg"] - gradients["hand"]).abs().max() / gradients["hand"].abs().max())
-        medians = {side: statistics.median(t) * 1e3 for side, t in times.items()}
-        ratio = {s: statistics.median(x / h for x, h in zip(times[s], times["hand"], strict=True)) for s in sides}
+        median = {side: f"{statistics.median(t) * 1e3:.2f}ms" for side, t in times.items()}
+        ratio = statistics.median(x / h for x, h in zip(times["rpg"], times["hand"], strict=True))
+        error = max(float((g - gradients["rpg"]).abs().max() / g.abs().max()) for g in gradients.values())
         print(
-            f"{name:<22}{medians['hand']:>8.2f}ms{medians['rpg']:>8.2f}ms{ratio['rpg']:>8.2f}"
-            f"{medians['metrics']:>12.2f}ms{ratio['metrics']:>8.2f}   {error:.1e}"
+            f"{name:<20}{median['hand']:>9}{median['rpg']:>9}{ratio:>7.2f}{median['metrics']:>11}"
+            f"{median.get('trl', '-'):>9}   {error:.1e}"
         )
 
 

@@ -1,18 +1,16 @@
 """Mutants of the formulas, and a runner that asks the project's own tests to kill them. See test_mutations.py.
 
-``python tests/mutations.py objective`` prints one JSON line per mutant of src/rpg/objective.py. A process that has imported
-torch, and never called backward, forks a child per mutant; the child swaps one node of one syntax tree, imports ``rpg``
-from the trees and calls the test functions until one fails.
+``python tests/mutations.py objective`` prints one JSON line per mutant of src/rpg/objective.py. A process that has
+imported torch, and never called backward, forks a child per mutant; the child swaps one node of one syntax tree, imports
+``rpg`` from the trees and calls the test functions until one fails.
 """
 
 import ast
-import copy
 import importlib.abc
 import importlib.util
 import itertools
 import json
 import os
-import random
 import signal
 import sys
 import traceback
@@ -20,17 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import hypothesis
 import pytest
 import torch
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src" / "rpg"
-MODULES = ("objective", "losses", "clipping", "mismatch")
-ORACLES = ("test_mutation_oracles", "test_exact")
+ORACLES = {  # the tests that a module's mutants are shown, in this order
+    "objective": ("test_mutation_oracles", "test_exact", "test_losses"),
+    "losses": ("test_mutation_oracles", "test_exact", "test_losses", "test_clipping"),
+    "clipping": ("test_mutation_oracles", "test_clipping", "test_losses"),
+    "mismatch": ("test_mutation_oracles", "test_exact"),
+}
 FAST = {"scenario": "three policies", "shape": "variable"}  # parameters of a test that a mutant is shown, of all
 TIMEOUT_S = 60
 
-# Not formulas: what is refused, with which words, and how Lambert's W is iterated (its values are pinned by KL3's limits).
+# Not formulas: what is refused, and how Lambert's W is iterated (KL3's limits pin its values).
 SKIPPED = ("__post_init__", "_check_low_high", "_check_dual", "_check_level", "lambert_w")
 FLIPS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
 FLIPS |= {ast.And: ast.Or, ast.Or: ast.And}
@@ -83,7 +86,8 @@ def replacements(node, parents):
             yield ast.Compare(node.left, [flipped()], node.comparators)
     elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         yield ast.Constant(node.value + 1)
-        yield ast.Constant(node.value - 1)
+        if not (isinstance(parents[-1], ast.UnaryOp) and is_axis(parents[-1], parents[:-1])):
+            yield ast.Constant(node.value - 1)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED:
         if not (isinstance(node.func.value, ast.Name) and node.func.value.id in ("torch", "math")):
             yield node.func.value
@@ -93,9 +97,7 @@ def replacements(node, parents):
 
 def is_axis(node, parents):
     """The -1 of x.sum(-1): an axis counted from the other end is the same axis."""
-    caller = parents[-1]
-    while isinstance(caller, ast.keyword):
-        caller = parents[-2]
+    caller = parents[-2] if isinstance(parents[-1], ast.keyword) else parents[-1]
     name = getattr(caller.func, "attr", "") if isinstance(caller, ast.Call) else ""
     return name in AXIS and isinstance(node.operand, ast.Constant)
 
@@ -135,6 +137,8 @@ def describe(site, old, new, parents):
     holder, field, index = site
     if not isinstance(old, (ast.Constant, ast.keyword)):
         return f"{ast.unparse(old)} -> {ast.unparse(new)}"
+    if isinstance(holder, ast.arguments):
+        return f"default {ast.unparse(old)} -> {ast.unparse(new)}"
     around = [n for n in (*parents, holder) if isinstance(n, (ast.expr, ast.stmt)) and not isinstance(n, ast.UnaryOp)]
     mutant = Mutant("", holder, field, index, new)
     before = ast.unparse(around[-1])
@@ -226,12 +230,20 @@ def in_child(finder, module, mutant, sources):
         os._exit(0)
 
 
+def brief_hypothesis():
+    """Few examples, always the same, no shrinking: a mutant only has to fail."""
+    thorough, phases = hypothesis.settings, (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    quick = {"max_examples": 15, "derandomize": True, "database": None, "phases": phases}
+    hypothesis.settings = lambda **given: thorough(**(given | quick))
+
+
 def run(module, jobs):
     """Yields (name of the mutant or None for the untouched source, what killed it or None)."""
     assert not any(name.split(".")[0] == "rpg" for name in sys.modules), "rpg must be imported in the children only"
     finder = Trees()
     sys.meta_path.insert(0, finder)
-    sources = {n: compile((TESTS / f"{n}.py").read_text(), str(TESTS / f"{n}.py"), "exec") for n in ORACLES}
+    brief_hypothesis()
+    sources = {n: compile((TESTS / f"{n}.py").read_text(), str(TESTS / f"{n}.py"), "exec") for n in ORACLES[module]}
     waiting = [None, *mutants(finder.trees[f"rpg.{module}"][1])]
     running = {}
     while waiting or running:

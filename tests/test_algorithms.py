@@ -87,7 +87,7 @@ def expected(name, b):
         "atr-grpo": lambda: -a * w * within(w, a, *level_set(0.05)) * per_response,
         "capo": lambda: ppo * per_response,
         "topr": lambda: -a * torch.where(a >= 0, 1.0, log_sequence.exp().clamp(max=1.0)) * mask / sequences,
-        "sapo": lambda: -a * sapo_slope(w, 1.0 + 0.05 * (a <= 0)) * per_response,
+        "sapo": lambda: -a * sapo_slope(w, 1.0 + 0.05 * (a <= 0).double()) * per_response,
     }[name]()
 
 

@@ -465,7 +465,7 @@ def test_off_policy_sequence_masking():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_mismatch_rule_weighs_the_whole_loss(level, estimator):
     logp, old, ref, mask, a = batch()
-    rollout, a = (old + 0.5 * ref).masked_fill(~mask, -3.0), a[:, 0]
+    rollout, a = (old + 0.5 * ref + 0.8).masked_fill(~mask, -3.0), a[:, 0]
     plain = PolicyLoss("rkl", BETA, estimator, level=level, reduction="none")
     rho = ((old - rollout) * mask).double()
     total, every = rho.sum(-1), plain(logp, old, a, mask, ref).loss
@@ -578,7 +578,7 @@ def test_an_exact_kl_replaces_the_sampled_one(estimator):
     loss = PolicyLoss("rkl", BETA, estimator, reduction="none")
     exact_kl = torch.full_like(logp, 2.0).masked_fill(~mask, float("nan"))
     reward = loss.replace(divergence="none")(logp, old, a, mask, ref).loss
-    close(loss(logp, old, a, mask, ref, exact_kl=exact_kl).loss, reward + 2 * BETA * mask)
+    close(loss(logp, old, a, mask, ref, exact_kl=exact_kl).loss, reward + 2 * BETA * mask.double())
     close(loss.replace(beta=0.0)(logp, old, a, mask, ref, exact_kl=exact_kl).loss, reward)
     with pytest.raises(ValueError, match="level"):
         loss.replace(level="sequence")(logp, old, a[:, 0], mask, ref, exact_kl=exact_kl)

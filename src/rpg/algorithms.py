@@ -62,13 +62,18 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
         overrides["advantage"] = Advantage(str(overrides["advantage"]))
     own = {f.name for f in fields(Algorithm)} - {"name", "paper", "formula"}
     of_loss = {f.name for f in fields(PolicyLoss)}
-    rule = overrides.get("clip", made.loss.clip)
+    given = overrides.get("loss", made.loss)
+    rule = overrides.get("clip", given.clip if isinstance(given, PolicyLoss) else None)
     of_clip = {f.name for f in fields(rule)} if isinstance(rule, clip.Clip) else set()  # type: ignore[arg-type]
     for key in overrides:
         if key not in own | of_loss | of_clip:
             raise ValueError(choose(f"option of {name!r}", key, own | of_loss | of_clip))
     made = replace(made, **{k: v for k, v in overrides.items() if k in own})  # type: ignore[arg-type]
     changes = {k: v for k, v in overrides.items() if k in of_loss}
+    if changes.get("beta") and changes.get("divergence", made.loss.divergence) == "none":
+        if made.advantage.kind != "reward-to-go":
+            raise ValueError(f"beta has no effect on {name!r}, which has no KL term; give divergence='urkl' too")
+        made = replace(made, advantage=made.advantage.replace(beta=changes.pop("beta")))  # its KL is in the reward
     inner = {k: v for k, v in overrides.items() if k in of_clip - of_loss}
     if inner:
         changes["clip"] = replace(rule, **inner)  # type: ignore[type-var]

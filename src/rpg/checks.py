@@ -23,6 +23,11 @@ def one_of(what: str, given: str, known: Iterable[str]) -> None:
         raise ValueError(choose(what, str(given), known))
 
 
+def check_shape(name: str, x: Tensor | None, shape: list[int]) -> None:
+    if x is not None and list(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}; got {list(x.shape)}")
+
+
 @dataclass(frozen=True)
 class Inputs:
     """A checked batch: one floating type, no NaN or infinity under the mask. Only logp may carry a gradient."""
@@ -36,12 +41,8 @@ class Inputs:
     length: Tensor  # [B]
 
     def log_ratio(self, a: Tensor, b: Tensor) -> Tensor:
-        """log a/b, zero under the mask: there a ratio is 1 and every k3 is 0."""
+        """log a/b, zero under the mask."""
         return (a - b) * self.mask
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Over the response tokens, of something that is zero elsewhere."""
-        return x.sum() / self.length.sum()
 
 
 def check_batch(
@@ -54,6 +55,10 @@ def check_batch(
     rollout_logp: Tensor | None,
 ) -> Inputs:
     """Shapes and types checked, half precision raised to float32."""
+    tensors = {"logp": logp, "old_logp": old_logp, "advantages": advantages, "mask": mask}
+    for name, x in {**tensors, "ref_logp": ref_logp, "rollout_logp": rollout_logp}.items():
+        if not isinstance(x, Tensor) and not (x is None and name not in tensors):
+            raise TypeError(f"{name} must be a torch tensor; got {type(x).__name__}")
     if logp.dim() != 2:
         raise ValueError(f"logp must be [B,T], one row per response; got shape {list(logp.shape)}")
     shape = list(logp.shape)
@@ -77,9 +82,10 @@ def check_batch(
     ref_logp, rollout_logp = (None if x is None else x.detach().to(dtype) for x in (ref_logp, rollout_logp))
     advantages = advantages.detach().to(dtype)
     length = weight.sum(-1)
-    # One sum per tensor tells whether anything in it is NaN or infinite: only then is it worth cleaning under the mask.
-    given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None]
-    if not bool(torch.isfinite(torch.stack([x.sum() for x in given]).sum())):
+    # NaN, infinite, or so large that times a ratio it would be infinite: only then is it worth cleaning under the mask.
+    given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None and x.numel()]
+    ends = [end for x in given for end in x.aminmax()]
+    if ends and not bool(torch.stack(ends).abs().max() < 1e3):
         masked = ~mask.bool()
         logp, old_logp = logp.masked_fill(masked, 0), old_logp.masked_fill(masked, 0)
         ref_logp, rollout_logp = (None if x is None else x.masked_fill(masked, 0) for x in (ref_logp, rollout_logp))

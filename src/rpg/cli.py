@@ -328,9 +328,9 @@ def clip_text(rule: Clip | None) -> str:
     bounds = {(0.0, float("inf")): "", (1.0, 1.0): " w = 1"}.get((low, high))
     if bounds is None:
         bounds = f" ≤ {high:.5g}" if low == 0 else f" {low:.5g}–{high:.5g}"
-    rest = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in _clip_fields(rule).items()]
-    rest = [text for text in rest if not text.startswith(("low=", "high="))]
-    return f"{type(rule).__name__}{bounds}" + "".join(f", {text}" for text in rest)
+    rest = {k: v for k, v in _clip_fields(rule).items() if k not in ("low", "high") and v is not None}
+    texts = [f", {k}={v:g}" if isinstance(v, float) else f", {k}={v}" for k, v in rest.items()]
+    return f"{type(rule).__name__}{bounds}" + "".join(texts)
 
 
 def _show_algorithms(chosen: list[Algorithm]) -> None:
@@ -340,7 +340,7 @@ def _show_algorithms(chosen: list[Algorithm]) -> None:
 
     from .audit.table import console
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("name\npaper", "KL, β\nreference", "estimator\nlevel", "clip\nKL in it", "advantage\nreduction"):
         table.add_column(title, overflow="fold")
     for a in chosen:

@@ -55,9 +55,11 @@ class Clip:
         return torch.where(advantage >= 0, positive, negative)
 
     def outside(self, w: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """(below, above): which samples have reached the lower, the upper limit of their sign."""
+        """(below, above): which samples have reached the limits of their sign or, truncated, have passed them."""
         (low_p, high_p), (low_n, high_n) = self.limits()
         positive = advantage >= 0
+        if self.action == "truncate":  # at its limit a ratio is held where it is: nothing changes
+            return torch.where(positive, w < low_p, w < low_n), torch.where(positive, w > high_p, w > high_n)
         return torch.where(positive, w <= low_p, w <= low_n), torch.where(positive, w >= high_p, w >= high_n)
 
     def clamp(self, w: Tensor, advantage: Tensor) -> Tensor:
@@ -159,8 +161,8 @@ class KL3(Clip):
     c: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < INF:
-            raise ValueError(f"delta must be a positive number, the divergence allowed; got {self.delta}")
+        if not 1e-12 <= self.delta <= 100:
+            raise ValueError(f"delta must be in [1e-12, 100], the divergence allowed; got {self.delta}")
         if self.form not in KL3_FORMS:
             raise ValueError(f"form must be one of {', '.join(KL3_FORMS)}; got {self.form!r}")
         _check_dual(self.c, self.bounds()[1] - 1)

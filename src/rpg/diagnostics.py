@@ -6,6 +6,7 @@ the same on- and off-policy.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from .checks import Inputs
 from .clipping import Clip
-from .objective import Divergence, k3
+from .objective import Divergence, at_level, k3
 
 if TYPE_CHECKING:
     from .losses import PolicyLoss, View
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-QUANTILE_SAMPLE = 65_536  # quantiles of more elements than this are taken over about as many, evenly spaced
+QUANTILE_SAMPLE = 16_384  # quantiles of more elements than this are taken over about as many, evenly spaced
 
 
 @torch.no_grad()
@@ -32,68 +33,80 @@ def diagnose(
     correction: Tensor | None,
     entropy_BT: Tensor | None,
 ) -> dict[str, Tensor]:
-    limit, logp = loss.max_log_ratio, x.logp.detach()
+    limit, logp, mask = loss.max_log_ratio, x.logp.detach(), x.mask
     out = {"tokens": x.length.sum(), "sequences": (x.length > 0).sum()}
 
     # the ratio π/μ at the loss's level
-    w, valid = view.ratios.w.detach(), view.valid > 0
-    n = view.valid.sum()
+    w, valid = view.ratios.w.detach(), view.valid
     out["ess"] = _effective(w, valid)  # effective sample size, as a fraction of the samples
-    out |= {f"ratio/{name}": x for name, x in _quantiles(w, valid).items()}
-    out["ratio/max"] = w.masked_fill(~valid, 0).max()
-    out["bounded"] = ((view.log_w.detach().abs() > limit) & valid).sum() / n  # exponents held at ±max_log_ratio
+    out |= {f"ratio/{name}": value for name, value in _quantiles(w, valid).items()}
+    out["ratio/max"] = (w * valid).max()
+    out["bounded"] = _mean(view.log_w.detach().abs() > limit, valid)  # exponents held at ±max_log_ratio
+
+    if loss.kl_to_go:  # its running products of ratios are exponents too
+        out["bounded_to_go"] = _mean(x.log_ratio(logp, x.old).cumsum(-1).abs() > limit, mask)
 
     # KL per token, both directions: kl/x is KL(π‖x), kl/x_forward is KL(x‖π)
-    log_w = x.log_ratio(logp, x.old).clamp_(-limit, limit)
-    token_w = log_w.exp()
-    out["kl/old"] = x.mean(token_w * k3(-log_w))
-    out["kl/old_forward"] = x.mean(k3(log_w))
+    log_w = (logp - x.old).clamp_(-limit, limit)
+    token_w = w if loss.level == "token" else log_w.exp()
+    out["kl/old"] = _mean(token_w * k3(-log_w), mask)
+    out["kl/old_forward"] = _mean(k3(log_w), mask)
     if x.ref is not None:
-        log_u, log_v = x.log_ratio(logp, x.ref), x.log_ratio(x.ref, x.old)
-        out["bounded_ref"] = x.mean((log_u.abs() > limit) | (log_v.abs() > limit))
+        log_u, log_v = logp - x.ref, x.ref - x.old
+        level_u, level_v = (at_level(part, mask, loss.level) for part in (log_u, log_v))
+        out["bounded_ref"] = _mean((level_u.abs() > limit) | (level_v.abs() > limit), valid)
         log_u, log_v = log_u.clamp_(-limit, limit), log_v.clamp_(-limit, limit)
-        out["kl/ref"] = x.mean(token_w * k3(-log_u))
-        out["kl/ref_forward"] = x.mean(log_v.exp_() * k3(log_u))
-    out["entropy_sampled"] = -x.mean(token_w * logp * x.mask)  # an estimate from the sampled tokens alone
+        out["kl/ref"] = _mean(token_w * k3(-log_u), mask)
+        out["kl/ref_forward"] = _mean(log_v.exp_() * k3(log_u), mask)
+    out["entropy_sampled"] = -_mean(token_w * logp, mask)  # an estimate from the sampled tokens alone
     if entropy_BT is not None:
-        out["entropy"] = x.mean(entropy_BT.detach().float().masked_fill(x.mask == 0, 0))
+        out["entropy"] = _mean(entropy_BT.detach().masked_fill(mask == 0, 0), mask)
 
     # what is cut, and what drives the gradient
     effective = w
     if clip is not None:
         branching = loss._branching(view, clip, kl)
-        below, above = (side & valid for side in clip.outside(w, branching))
+        below, above = clip.outside(w, branching)
         dual = above & (branching < 0) if clip.action == "cut" else torch.zeros_like(above)
-        out["clip/low"], out["clip/dual"] = below.sum() / n, dual.sum() / n
-        out["clip/high"] = (above & ~dual).sum() / n
-        out["clip/bound_low"], out["clip/bound_high"] = (w.new_tensor(bound) for bound in clip.bounds())
+        out["clip/low"], out["clip/dual"] = _mean(below, valid), _mean(dual, valid)
+        out["clip/high"] = _mean(above & ~dual, valid)
+        low, high = clip.bounds()
+        out["clip/bound_low"] = w.new_tensor(low)
+        if math.isfinite(high):  # no upper bound, no metric: infinity is no JSON
+            out["clip/bound_high"] = w.new_tensor(high)
         effective = clip.weight(w, branching)
     if kl is not None:
         reward = effective * view.advantage
-        kl_size = ((loss._omega(view, clip, kl) - reward) * view.valid).abs().sum()
-        out["kl/gradient_share"] = kl_size / ((reward * view.valid).abs().sum() + kl_size).clamp(min=1e-30)
+        kl_size = _mean(loss._omega_kl(view, clip, kl).expand_as(w).abs(), valid)
+        out["kl/gradient_share"] = kl_size / (_mean(reward.abs(), valid) + kl_size).clamp(min=1e-30)
 
     if x.rollout is not None:  # the sampler's engine against the trainer's forward pass
         log_rho = x.log_ratio(x.old, x.rollout)
         out["mismatch/max_log_ratio"] = log_rho.abs().max()
         log_rho = log_rho.clamp_(-limit, limit)
-        out["mismatch/kl"] = x.mean(k3(log_rho))  # KL(sampler‖old)
-        out["mismatch/ess"] = _effective(log_rho.exp(), x.mask > 0)
+        out["mismatch/kl"] = _mean(k3(log_rho), mask)  # KL(sampler‖old)
+        out["mismatch/ess"] = _effective(log_rho.exp(), mask)
     if correction is not None:
-        rows = x.mask > 0 if correction.dim() == 2 else x.length > 0
-        out["mismatch/dropped"] = ((correction == 0) & rows).sum() / rows.sum()
+        out["mismatch/dropped"] = _mean(correction == 0, mask if correction.dim() == 2 else x.length > 0)
     return {name: value.float() for name, value in out.items()}
 
 
+def _mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Over the elements of weight 1."""
+    weight = weight.flatten().float() if weight.dtype == torch.bool else weight.flatten()
+    return values.flatten().to(weight.dtype).dot(weight) / weight.sum()
+
+
 def _effective(w: Tensor, valid: Tensor) -> Tensor:
-    """(Σw)² / (n·Σw²)."""
-    w = w.masked_fill(~valid, 0)
+    """(Σw)² / (n·Σw²), relative to the largest w, so that no square overflows."""
+    w = w * valid
+    w = w / w.max()
     return w.sum().square() / (valid.sum() * w.square().sum())
 
 
 def _quantiles(x: Tensor, valid: Tensor) -> dict[str, Tensor]:
     step = x.numel() // QUANTILE_SAMPLE | 1  # odd, so that it does not fall on the same columns of every row
-    chosen = x.flatten()[::step][valid.flatten()[::step]]
+    chosen = x.flatten()[::step][valid.flatten()[::step] > 0]
     if not len(chosen):
         return {name: x.new_tensor(torch.nan) for name in QUANTILES}
     ordered = chosen.sort().values

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .checks import Inputs, check_batch, choose, one_of
+from .checks import Inputs, check_batch, check_shape, choose, one_of
 from .clipping import Clip
 from .diagnostics import diagnose
 from .mismatch import Mismatch, SequenceMask
@@ -100,6 +100,8 @@ class PolicyLoss:
             raise ValueError(f"clip {type(self.clip).__name__} stops the ratio's gradient; use estimator='reinforce'")
         if self.kl_ratio_cap is not None and (differentiable or not self.kl_ratio_cap > 0):
             raise ValueError("kl_ratio_cap must be positive and needs estimator='reinforce'")
+        if self.kl_ratio_cap is not None and (self.kl_inside or self.kl_to_go):
+            raise ValueError("kl_ratio_cap needs the KL term outside the clip: give kl_in_clip=False (and no kl_to_go)")
         if self.kl_to_go and (self.divergence not in ("rkl", "urkl") or self.level == "sequence-mean"):
             raise ValueError("kl_to_go needs divergence 'rkl' or 'urkl' and level 'token' or 'sequence'")
         if self.control_variate and self.level == "token" and self.reduction == "seq-mean-token-mean":
@@ -199,6 +201,12 @@ class PolicyLoss:
         x = check_batch(self.level, logp, old_logp, advantages, mask, ref_logp, rollout_logp)
         if exact_kl is not None and self.level != "token":
             raise ValueError("exact_kl is a per-state term: it needs level='token'")
+        per_sample = [*x.logp.shape] if self.level == "token" else [*x.length.shape]
+        check_shape("exact_kl", exact_kl, [*x.logp.shape])
+        check_shape("entropy", entropy, [*x.logp.shape])
+        check_shape("keep", keep, per_sample)
+        check_shape("groups", groups, [*x.length.shape])
+        check_shape("score_sq", score_sq, per_sample)
         if self.mismatch is not None and x.rollout is None and not isinstance(self.mismatch, SequenceMask):
             raise ValueError(f"mismatch={self.mismatch} needs rollout_logp, the sampler's own log-probabilities")
         if denominator is None and not x.length.any():
@@ -229,8 +237,6 @@ class PolicyLoss:
             loss = loss + self.beta * (kl_BT if self.level == "token" else kl_BT.sum(-1))
 
         if keep is not None:
-            if keep.shape != loss.shape:
-                raise ValueError(f"keep must have the loss's shape {list(loss.shape)}; got {list(keep.shape)}")
             loss = torch.where(keep.bool(), loss, loss.detach())
         correction = self._correction(x)
         if correction is not None:
@@ -268,19 +274,23 @@ class PolicyLoss:
 
     def _omega(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
         """ω, what multiplies ∇log π in ascent. No gradients."""
-        r, a = x.ratios.detach(), x.advantage
-        if clip is None:
-            return r.w * a if kl is None else r.w * a + self.beta * kl.weight(r)
-        if kl is None:
-            return clip.weight(r.w, a) * a
-        if not self.kl_inside:
-            capped = r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
-            return clip.weight(r.w, a) * a + self.beta * kl.weight(capped)
-        if clip.action == "truncate":  # ω with clip(w) in place of w
-            r = replace(r, w=clip.clamp(r.w, a))
-            return r.w * a + self.beta * kl.weight(r)
-        regularised = self._branching(x, clip, kl)  # RPG Algorithm 2: ω = w·A_reg, cut on the sign of A_reg
-        return clip.weight(r.w, regularised) * regularised
+        w, a = x.ratios.w.detach(), x.advantage
+        if kl is not None and clip is not None and self.kl_inside and clip.action == "cut":
+            regularised = self._branching(x, clip, kl)  # RPG Algorithm 2: ω = w·A_reg, cut on the sign of A_reg
+            return clip.weight(w, regularised) * regularised
+        reward = (w if clip is None else clip.weight(w, a)) * a
+        return reward if kl is None else reward + self._omega_kl(x, clip, kl)
+
+    def _omega_kl(self, x: View, clip: Clip | None, kl: Divergence) -> Tensor:
+        """The KL term's part of ω."""
+        r = x.ratios.detach()
+        if clip is None or not self.kl_inside:
+            r = r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
+        elif clip.action == "truncate":  # ω with clip(w) in place of w
+            r = replace(r, w=clip.clamp(r.w, x.advantage))
+        else:
+            return self.beta * kl.weight(r) * clip.keep(r.w, self._branching(x, clip, kl))
+        return self.beta * kl.weight(r)
 
     def _differentiable(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
         """The loss as an expression in w, log u and log π, for autograd."""
@@ -321,6 +331,8 @@ class PolicyLoss:
             return loss
         if denominator is None:
             denominator = self._count(length_B)
+        elif isinstance(denominator, Tensor) and denominator.numel() != 1:
+            raise ValueError(f"denominator must be one number; got shape {list(denominator.shape)}")
         elif not denominator > 0:
             raise ValueError(f"denominator must be positive, the optimiser step's total; got {float(denominator)}")
         if self.reduction == "seq-mean-token-mean":
@@ -331,7 +343,7 @@ class PolicyLoss:
 def _control_variate(x: View, weight: Tensor, groups: Tensor | None, score_sq: Tensor | None) -> Tensor:
     """c* = E[w·ω·|s|²] / E[w²·|s|²], for each sequence from the sequences outside its own group. [B,1] or [B]."""
     w = x.ratios.w.detach()
-    n = x.valid if score_sq is None else score_sq * x.valid
+    n = x.valid if score_sq is None else score_sq.masked_fill(x.valid == 0, 0)
     top, bottom = w * weight * n, w.square() * n
     if top.dim() == 2:
         top, bottom = top.sum(-1), bottom.sum(-1)

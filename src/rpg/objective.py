@@ -169,6 +169,6 @@ def vocabulary_kl(logits_BTV: Tensor, ref_logits_BTV: Tensor, divergence: str = 
     logp_BTV = torch.log_softmax(logits_BTV.float() if logits_BTV.element_size() < 4 else logits_BTV, dim=-1)
     ref_BTV = torch.log_softmax(ref_logits_BTV.to(logp_BTV.dtype), dim=-1)
     first_BTV, second_BTV = (logp_BTV, ref_BTV) if divergence in ("rkl", "urkl") else (ref_BTV, logp_BTV)
-    terms_BTV = first_BTV.exp() * (first_BTV - second_BTV)
-    # a token that a top-p or top-k mask removed from both distributions: 0·(−inf + inf) is 0, not NaN
-    return terms_BTV.masked_fill(first_BTV == float("-inf"), 0).sum(-1)
+    # a token that a top-p or top-k mask removed: 0·(−inf + inf) is 0, not NaN, and so is its gradient
+    log_ratio_BTV = (first_BTV - second_BTV).masked_fill(first_BTV == float("-inf"), 0)
+    return (first_BTV.exp() * log_ratio_BTV).sum(-1)

@@ -17,15 +17,9 @@ EXACT = 1e-10  # rounding of float64
 RIGHT = 1e-6  # rounding of float32: right as well, though not to the last digit
 LENGTHS = ("fixed", "variable")
 ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
-SHORT = {ON_POLICY: "on-policy", REF_IS_OLD: "ref = old", THREE_POLICIES: "3 policies"}
+SHORT = {ON_POLICY: "on-policy", REF_IS_OLD: "ref = old", THREE_POLICIES: "three policies"}
 LIBRARIES = {"trl": "TRL", "liger-kernel": "Liger", "user": "your losses"}
-DIVERGENCE_NAMES = {
-    "none": "no KL",
-    "fkl": "KL(ref‖π)",
-    "rkl": "KL(π‖ref)",
-    "ufkl": "UKL(ref‖π)",
-    "urkl": "UKL(π‖ref)",
-}
+LEVEL_NAMES = {"token": "token", "sequence": "seq.", "geometric": "geo."}
 
 
 def grade(bias: float | None) -> str:
@@ -90,7 +84,10 @@ class Line:
         return self.row(scenario, lengths).bias
 
     def kl_bias(self, scenario: str = THREE_POLICIES) -> float | None:
-        return self.row(scenario).kl_bias
+        """A GSPO-like loss may mean the KL of geometric means or of tokens: it gets the closer one."""
+        allowed = {self.subject.objective} | ({"token"} if self.subject.objective == "geometric" else set())
+        biases = [self.row(scenario, objective=objective).kl_bias for objective in sorted(allowed)]
+        return min((b for b in biases if b is not None), default=None)
 
     @property
     def worst_variable(self) -> float:
@@ -123,7 +120,8 @@ class Line:
 
     @property
     def claim(self) -> str:
-        return f"{DIVERGENCE_NAMES[self.subject.divergence]}, {self.subject.objective}"
+        divergence = self.subject.divergence
+        return f"{'no KL' if divergence == 'none' else divergence}, {LEVEL_NAMES[self.subject.objective]}"
 
     @property
     def right_where(self) -> str:
@@ -136,7 +134,7 @@ class Line:
         if right >= {(ON_POLICY, n) for n in LENGTHS}:
             return "on-policy"
         if (ON_POLICY, "fixed") in right:
-            return "on-policy, fixed"
+            return "on-pol., fixed"
         return "in part" if right else "nowhere"
 
 
@@ -144,7 +142,7 @@ RIGHT_WHERE = {
     "everywhere": "in all six settings",
     "fixed lengths": "while all responses have the same length",
     "on-policy": "while the sampler is the current policy",
-    "on-policy, fixed": "while the sampler is the current policy and all responses have the same length",
+    "on-pol., fixed": "while the sampler is the current policy and all responses have the same length",
     "in part": "in some of the six settings",
     "nowhere": "in none of the six settings",
 }
@@ -265,7 +263,7 @@ def finding(report: Report) -> str:
 _ONLY = {
     "fixed lengths": "only at fixed lengths",
     "on-policy": "only on-policy",
-    "on-policy, fixed": "only on-policy at fixed lengths",
+    "on-pol., fixed": "only on-policy at fixed lengths",
     "in part": "in some settings",
     "nowhere": "in none",
 }

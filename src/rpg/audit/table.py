@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -51,7 +52,7 @@ def _scenario_columns(lengths: str, meanings: dict[str, str]) -> list[Column]:
 _LOSS = Column("loss", "", _plain(lambda line: line.label), number=False)
 _CLAIM = Column(
     "ascends",
-    "the objective it claims: E[R] − β·D, at the level where its ratios are exact",
+    "the objective it claims, E[R] − β·D: its D, and the level its ratios are exact at",
     _plain(lambda line: line.claim),
     number=False,
 )
@@ -61,7 +62,7 @@ _VARIABLE = _scenario_columns(
     "variable", {s: f"relative bias, responses of different lengths; {text}" for s, text in SCENARIOS.items()}
 )
 _WORST_VARIABLE = Column(
-    "var. len.",
+    "varied lengths",
     "the worst of the three where responses differ in length (a 1/|y| in the loss shows here)",
     _bias(lambda line: line.worst_variable),
 )
@@ -118,22 +119,18 @@ def show(report: Report, to: Console, verbose: bool = False) -> None:
 
 
 def _table(report: Report, columns: list[Column]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in columns:
-        first = column is _LOSS
+        title = column.title.replace(" ", "\n", 1) if column.number else column.title
         table.add_column(
-            column.title,
-            justify="right" if column.number else "left",
-            no_wrap=not first,
-            overflow="fold",
-            ratio=1 if first else None,
+            title, justify="right" if column.number else "left", no_wrap=column is not _LOSS, vertical="bottom"
         )
     for group in report.groups:
         table.add_section()
         table.add_row(Text(group.heading, style="bold"))
         for line in group.lines:
             label, *cells = (column.cell(line) for column in columns)
-            table.add_row(Text("  ") + label, *cells)
+            table.add_row(Padding(label, (0, 0, 0, 2)), *cells)
     return table
 
 
