@@ -1,8 +1,8 @@
 """Mutants of the formulas, and a runner that asks the project's own tests to kill them. See test_mutations.py.
 
 ``python tests/mutations.py objective`` prints one JSON line per mutant of src/rpg/objective.py. A process that has
-imported torch, and never called backward, forks a child per mutant; the child swaps one node of one syntax tree, imports
-``rpg`` from the trees and calls the test functions until one fails.
+imported torch, and never called backward, forks a child per mutant; the child swaps one node of one syntax tree,
+imports ``rpg`` from the trees and calls the test functions until one fails.
 """
 
 import ast
@@ -14,23 +14,25 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import hypothesis
+import numpy.random  # noqa: F401  loaded here once, not in every child
 import pytest
+import scipy.special  # noqa: F401
 import torch
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src" / "rpg"
 ORACLES = {  # the tests that a module's mutants are shown, in this order
-    "objective": ("test_mutation_oracles", "test_exact", "test_losses"),
-    "losses": ("test_mutation_oracles", "test_exact", "test_losses", "test_clipping"),
-    "clipping": ("test_mutation_oracles", "test_clipping", "test_losses"),
-    "mismatch": ("test_mutation_oracles", "test_exact"),
+    "objective": ("test_exact", "test_losses", "test_numerics", "test_errors"),
+    "losses": ("test_exact", "test_losses", "test_clipping", "test_mismatch", "test_numerics", "test_errors"),
+    "clipping": ("test_clipping", "test_losses", "test_errors"),
+    "mismatch": ("test_exact", "test_mismatch", "test_errors"),
 }
-FAST = {"scenario": "three policies", "shape": "variable"}  # parameters of a test that a mutant is shown, of all
 TIMEOUT_S = 60
 
 # Not formulas: what is refused, and how Lambert's W is iterated (KL3's limits pin its values).
@@ -177,7 +179,7 @@ class Trees(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def cases(module):
-    """(label, call) of every test function of a module, its parametrisation multiplied out and cut to FAST."""
+    """(label, call) of every test function of a module, its parametrisation multiplied out, or cut to its SINGLE setting."""
     for name, function in list(vars(module).items()):
         if not name.startswith("test_"):
             continue
@@ -188,12 +190,13 @@ def cases(module):
             axes.append([dict(zip(names, v if len(names) > 1 else [v], strict=True)) for v in values])
         for chosen in itertools.product(*axes):
             arguments = {k: v for one in chosen for k, v in one.items()}
-            if all(arguments.get(k, v) == v for k, v in FAST.items()):
+            if all(arguments.get(k, v) == v for k, v in getattr(module, "SINGLE", {}).items()):
                 yield f"{name}{list(arguments.values())}", lambda f=function, a=arguments: f(**a)
 
 
-def first_failure(sources):
-    """The label of the first test that fails, or None."""
+def first_failure(sources, promising):
+    """The label of the first test that fails, or None. Those that ``promising`` counts most are tried first."""
+    tests = []
     for name, code in sources.items():
         module = sys.modules[name] = ModuleType(name)
         module.__file__ = str(TESTS / f"{name}.py")
@@ -203,17 +206,18 @@ def first_failure(sources):
             return f"import of {name}: {type(error).__name__}"
         if hasattr(module, "SEEDS"):
             module.SEEDS = range(1)
-        for label, call in cases(module):
-            try:
-                call()
-            except (Exception, pytest.fail.Exception):
-                if os.environ.get("RPG_MUTATION_TRACE"):
-                    traceback.print_exc()
-                return f"{name}::{label}"
+        tests += [(f"{name}::{label}", call) for label, call in cases(module)]
+    for label, call in sorted(tests, key=lambda test: -promising[test[0]]):
+        try:
+            call()
+        except (Exception, pytest.fail.Exception):
+            if os.environ.get("RPG_MUTATION_TRACE"):
+                traceback.print_exc()
+            return label
     return None
 
 
-def in_child(finder, module, mutant, sources):
+def in_child(finder, module, mutant, sources, promising):
     """(pid, fd to read the outcome from). The child does not return."""
     read, write = os.pipe()
     pid = os.fork()
@@ -224,8 +228,7 @@ def in_child(finder, module, mutant, sources):
         signal.alarm(TIMEOUT_S)
         if mutant is not None:
             finder.swap(f"rpg.{module}", mutant)
-        failed = first_failure(sources)
-        os.write(write, json.dumps(failed).encode())
+        os.write(write, json.dumps(first_failure(sources, promising)).encode())
     finally:
         os._exit(0)
 
@@ -237,29 +240,31 @@ def brief_hypothesis():
     hypothesis.settings = lambda **given: thorough(**(given | quick))
 
 
-def run(module, jobs):
+def run(module, jobs, skipped=()):
     """Yields (name of the mutant or None for the untouched source, what killed it or None)."""
     assert not any(name.split(".")[0] == "rpg" for name in sys.modules), "rpg must be imported in the children only"
     finder = Trees()
     sys.meta_path.insert(0, finder)
     brief_hypothesis()
+    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))  # imports half a second's worth of modules
     sources = {n: compile((TESTS / f"{n}.py").read_text(), str(TESTS / f"{n}.py"), "exec") for n in ORACLES[module]}
-    waiting = [None, *mutants(finder.trees[f"rpg.{module}"][1])]
-    running = {}
+    waiting = [m for m in mutants(finder.trees[f"rpg.{module}"][1]) if m.name not in skipped]
+    waiting, running, promising = [None, *waiting], {}, Counter()
     while waiting or running:
         while waiting and len(running) < jobs:
             mutant = waiting.pop(0)
-            pid, fd = in_child(finder, module, mutant, sources)
+            pid, fd = in_child(finder, module, mutant, sources, promising)
             running[pid] = (mutant, fd)
         pid, status = os.wait()
         mutant, fd = running.pop(pid)
         told = os.read(fd, 65536)
         os.close(fd)
         killed_by = json.loads(told) if told else f"crash or timeout, wait status {status}"
+        promising[killed_by] += 1
         yield (None if mutant is None else mutant.name), killed_by
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name, killed_by in run(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1):
+    for name, killed_by in run(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]) if len(sys.argv) > 3 else ()):
         print(json.dumps([name, killed_by]), flush=True)

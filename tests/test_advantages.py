@@ -148,6 +148,9 @@ def test_reward_to_go(rows, beta, seed):
     torch.testing.assert_close(reward_to_go(rewards, mask.long(), old - ref, beta), expected)
     if beta == 0:
         torch.testing.assert_close(reward_to_go(rewards, mask), expected)
+        torch.testing.assert_close(reward_to_go(rewards, mask, old - ref), expected)
+        alone = Advantage("reward-to-go")(rewards, torch.arange(len(rows)), mask=mask, old_logp=old)
+        torch.testing.assert_close(alone, expected)
     if mask.sum() >= 2:
         white = Advantage("reward-to-go", beta=beta, whiten=True)
         got = white(rewards, torch.arange(len(rows)), mask=mask, old_logp=old, ref_logp=ref)
@@ -170,6 +173,7 @@ def test_soft_overlong_penalty_corners():
     lengths = torch.tensor([0, 1, 16383, 16384, 16385, 18432, 20479, 20480, 20481, 10**6])
     got = soft_overlong_penalty(lengths, max_length=20480, cache=4096).tolist()
     assert got == pytest.approx([0, 0, 0, 0, -1 / 4096, -0.5, -4095 / 4096, -1, -1, -1])
+    assert soft_overlong_penalty(torch.tensor([8, 9, 10, 11]), max_length=10, cache=1).tolist() == [0, 0, -1, -1]
     for cache in (0, -1, 20480, 20481):
         with pytest.raises(ValueError, match="cache"):
             soft_overlong_penalty(lengths, 20480, cache)
@@ -181,6 +185,10 @@ def test_types_are_raised_to_float32(dtype):
     assert got.dtype == torch.float32
     assert got.tolist() == [0.5, -0.5, 0.0, 0.0]
     assert Advantage("group-mean")(torch.ones(2, dtype=torch.float64), torch.zeros(2)).dtype == torch.float64
+
+
+def to_go(**given):
+    return Advantage("reward-to-go", beta=1)(torch.ones(1), torch.zeros(1), mask=torch.ones(1, 2), **given)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +204,9 @@ def test_types_are_raised_to_float32(dtype):
         (lambda: Advantage("greedy-baseline")(torch.ones(2), torch.zeros(2)), "greedy_rewards"),
         (lambda: Advantage("greedy-baseline")(torch.ones(2), torch.zeros(2), greedy_rewards=torch.ones(1)), "greedy"),
         (lambda: Advantage("reward-to-go")(torch.ones(2), torch.zeros(2)), "mask"),
-        (lambda: Advantage("reward-to-go", beta=1)(torch.ones(1), torch.zeros(1), mask=torch.ones(1, 2)), "ref_logp"),
+        (lambda: to_go(), "ref_logp"),
+        (lambda: to_go(old_logp=torch.ones(1, 2)), "ref_logp"),
+        (lambda: to_go(ref_logp=torch.ones(1, 2)), "old_logp"),
     ],
 )
 def test_errors(make, name):

@@ -214,6 +214,9 @@ def test_every_preset_of_the_design_exists_and_says_what_it_is():
         assert "\n" not in made.formula
         assert made == rpg.algorithm(name)
         assert made.loss.mismatch is None
+        assert (made.loss.divergence == "none") == (made.loss.beta == 0)
+    for name in RPG:
+        assert ("−sg(ω)·log π" in rpg.algorithm(name).formula) == ("reinforce" in name)
 
 
 def test_what_the_loop_must_do_around_them():

@@ -121,22 +121,26 @@ def test_bounds_are_inclusive():
     rho = torch.tensor([0.5, 5.0, 0.49, 5.01])
     assert IcePop().weight(rho).tolist() == [0.5, 5.0, 0.0, 0.0]
     assert MIS().weight(torch.tensor([1e-9, 2.0, 2.01])).tolist() == pytest.approx([1e-9, 2.0, 0.0])
+    assert TIS(cap=0.5).weight(rho[:1] * 3).tolist() == [0.5]
     assert TIS().weight(torch.tensor([0.1, 2.0, 7.0])).tolist() == pytest.approx([0.1, 2.0, 2.0])
     assert Mismatch().weight(rho).tolist() == rho.tolist()
 
 
 @pytest.mark.parametrize("rollout_given", [True, False])
 def test_opsm_is_strict_and_reads_the_sampler_where_it_can(rollout_given):
-    """Mean drift exactly 0.125, then a little more; positive advantages are never dropped; A may be per token."""
-    logp = torch.full((4, 2), -2.0, dtype=torch.float64)
-    sampler = logp + torch.tensor([[0.25, 0.0], [0.25, 0.0625], [0.5, 0.5], [-0.5, -0.5]], dtype=torch.float64)
-    a = torch.tensor([-1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    """Mean drift exactly 0.125, then a little more; only negative advantages are dropped; A may be per token."""
+    logp = torch.full((5, 2), -2.0, dtype=torch.float64)
+    drift = [[0.25, 0.0], [0.25, 0.0625], [0.5, 0.5], [-0.5, -0.5], [0.5, 0.5]]
+    sampler = logp + torch.tensor(drift, dtype=torch.float64)
+    a = torch.tensor([-1.0, -1.0, 0.5, -1.0, 0.0], dtype=torch.float64)
     loss = PolicyLoss("none", 0, clip=clip.Unweighted(), reduction="none", mismatch=SequenceMask(delta=0.125))
     old, rollout = (logp - 3, sampler) if rollout_given else (sampler, None)
-    for advantages in (a, torch.stack([2 * a, torch.zeros(4)], -1)):
-        got = gradient(loss, logp, old, advantages, torch.ones(4, 2), rollout_logp=rollout)
-        per_token = advantages[:, None].expand(4, 2) if advantages.dim() == 1 else advantages
-        torch.testing.assert_close(got, -per_token * torch.tensor([[1.0], [0.0], [1.0], [1.0]]))
+    for advantages in (a, torch.stack([2 * a, torch.zeros(5)], -1)):
+        got = gradient(loss, logp, old, advantages, torch.ones(5, 2), rollout_logp=rollout)
+        per_token = advantages[:, None].expand(5, 2) if advantages.dim() == 1 else advantages
+        torch.testing.assert_close(got, -per_token * torch.tensor([[1.0], [0.0], [1.0], [1.0], [1.0]]))
+        metrics = loss(logp, old, advantages, torch.ones(5, 2), rollout_logp=rollout).metrics
+        assert float(metrics["mismatch/dropped"]) == pytest.approx(1 / 5)
 
 
 def test_without_rollout_logp():

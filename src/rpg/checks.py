@@ -39,6 +39,7 @@ class Inputs:
     advantages: Tensor  # [B] or [B,T]
     mask: Tensor  # [B,T], 1.0 on response tokens
     length: Tensor  # [B]
+    tokens: float  # in all
 
     def log_ratio(self, a: Tensor, b: Tensor) -> Tensor:
         """log a/b, zero under the mask."""
@@ -84,11 +85,11 @@ def check_batch(
     length = weight.sum(-1)
     # NaN, infinite, or so large that times a ratio it would be infinite: only then is it worth cleaning under the mask.
     given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None and x.numel()]
-    ends = [end for x in given for end in x.aminmax()]
-    if ends and not bool(torch.stack(ends).abs().max() < 1e3):
+    tokens, *ends = torch.stack([length.sum(), *(end for x in given for end in x.aminmax())]).tolist()
+    if not all(abs(end) < 1e3 for end in ends):
         masked = ~mask.bool()
         logp, old_logp = logp.masked_fill(masked, 0), old_logp.masked_fill(masked, 0)
         ref_logp, rollout_logp = (None if x is None else x.masked_fill(masked, 0) for x in (ref_logp, rollout_logp))
         # a response without tokens has no advantage, whatever was computed for it
         advantages = advantages.masked_fill(masked if advantages.dim() == 2 else length == 0, 0)
-    return Inputs(logp, old_logp, ref_logp, rollout_logp, advantages, weight, length)
+    return Inputs(logp, old_logp, ref_logp, rollout_logp, advantages, weight, length, tokens)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -75,11 +76,11 @@ class _Version(argparse.Action):
 
 
 @contextlib.contextmanager
-def one_line(prefix: str = "", *kinds: type[Exception]) -> Iterator[None]:
-    """Turn these errors (any, if none is named) into a Mistake of one line."""
+def one_line(prefix: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Turn errors of this kind into a Mistake of one line."""
     try:
         yield
-    except kinds or Exception as error:
+    except kind as error:
         text = " ".join(str(error).split()) or type(error).__name__
         raise Mistake(f"{prefix}{text}") from error
 
@@ -137,15 +138,16 @@ def run_audit(args: argparse.Namespace) -> int:
     from .audit.summary import Report
 
     torch.set_num_threads(1)  # the tensors are tiny
-    subjects, messages = _subjects(args)
-    with _progress(len(subjects)) as progress:
-        result = audit.run(subjects, seeds=args.seeds, beta=args.beta, messages=messages, progress=progress)
+    with contextlib.redirect_stdout(sys.stderr):  # whatever other people's modules print
+        subjects, messages = _subjects(args)
+        with _progress(len(subjects)) as progress:
+            result = audit.run(subjects, seeds=args.seeds, beta=args.beta, messages=messages, progress=progress)
     report = Report.of(result, subjects, args.line)
     document = json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n"
     if args.json == "-":
         sys.stdout.write(document)
     else:
-        table.show(report, table.console(), verbose=args.verbose)
+        table.show(report, verbose=args.verbose)
     made: dict[Path | None, Callable[[], str]] = {
         None if args.json in (None, "-") else Path(args.json): lambda: document,
         args.html: lambda: page.html(report),
@@ -164,7 +166,7 @@ def _check_audit(args: argparse.Namespace) -> None:
     """What can be known to be wrong before any work is done."""
     from .algorithms import algorithms
 
-    if args.json in algorithms() or (args.json or "").count(":") == 1 and not Path(args.json).parent.is_dir():
+    if args.json and (args.json in algorithms() or re.fullmatch(r"[\w./-]+:[A-Za-z_]\w*", args.json)):
         raise Mistake(f"--json took {args.json!r} for its file; write --json=- or put the losses first")
     if args.verl_python and not args.peers:
         raise Mistake("--verl-python goes with --peers")
@@ -338,7 +340,7 @@ def _show_algorithms(chosen: list[Algorithm]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .audit.table import console
+    from .audit.table import printed
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("name\npaper", "KL, β\nreference", "estimator\nlevel", "clip\nKL in it", "advantage\nreduction"):
@@ -350,25 +352,25 @@ def _show_algorithms(chosen: list[Algorithm]) -> None:
         above = (d["name"], kl, d["estimator"], d["clip"], d["advantage"])
         below = (d["paper"], f"ref = {d['reference']}", d["level"], inside, d["reduction"])
         table.add_row(*(Text(top) + Text(f"\n{bottom}", style="dim") for top, bottom in zip(above, below, strict=True)))
-    console().print(table)
+    with printed() as to:
+        to.print(table)
 
 
 def _show_algorithm(a: Algorithm) -> None:
     from rich.text import Text
 
-    from .audit.table import console
+    from .audit.table import printed
 
-    d, to = describe(a), console()
-    to.print(Text(f"{a.name}  ({a.paper})", style="bold"))
-    to.print(a.formula)
-    to.print()
-    for key in ("divergence", "estimator", "clip", "level", "advantage", "reduction", "reference"):
-        to.print(f"{key:<12} {d[key]}")
-    to.print()
-    to.print(Text(f'rpg.algorithm("{a.name}", option=…), where option is', style="bold"))
+    d = describe(a)
     width = max(map(len, d["options"]))
-    for key, value in d["options"].items():
-        to.print(f"  {key:<{width}}  {value}")
+    with printed() as to:
+        to.print(Text(f"{a.name}  ({a.paper})", style="bold"))
+        to.print(f"{a.formula}\n")
+        for key in ("divergence", "estimator", "clip", "level", "advantage", "reduction", "reference"):
+            to.print(f"{key:<12} {d[key]}")
+        to.print(Text(f'\nrpg.algorithm("{a.name}", option=…), where option is', style="bold"))
+        for key, value in d["options"].items():
+            to.print(f"  {key:<{width}}  {value}")
 
 
 if __name__ == "__main__":

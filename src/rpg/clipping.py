@@ -320,7 +320,7 @@ def lambert_w(x: float, branch: int) -> float:
         raise ValueError(f"lambert_w has no real value at x={x}, branch={branch}")
     p = math.sqrt(max(0.0, 2 * (math.e * x + 1)))  # distance from the branch point, where W = −1
     if branch == 0:
-        w = -1 + p - p * p / 3 if x < 0 else math.log1p(x)
+        w = -1 + p - p * p / 3 if x < -0.25 else math.log1p(x)
     elif x < -0.25:
         w = -1 - p - p * p / 3
     else:
@@ -332,7 +332,7 @@ def lambert_w(x: float, branch: int) -> float:
             break
         step = f / (e * (w + 1) - (w + 2) * f / (2 * w + 2))
         w -= step
-        if abs(step) <= 1e-15 * max(1.0, abs(w)):
+        if abs(step) <= 1e-15 * abs(w):
             break
     return w
 

@@ -209,7 +209,7 @@ class PolicyLoss:
         check_shape("score_sq", score_sq, per_sample)
         if self.mismatch is not None and x.rollout is None and not isinstance(self.mismatch, SequenceMask):
             raise ValueError(f"mismatch={self.mismatch} needs rollout_logp, the sampler's own log-probabilities")
-        if denominator is None and not x.length.any():
+        if denominator is None and not x.tokens:
             raise ValueError("mask selects no token: nothing to learn from (drop this batch before the loss)")
 
         view = self._view(x)

@@ -1,1 +1,415 @@
-def html(report): return ""
+"""An audit as one self-contained HTML page: no script, no network, figures as inline SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+
+from . import SCENARIOS, Problem
+from .summary import (
+    LENGTHS,
+    ON_POLICY,
+    RIGHT_WHERE,
+    SHORT,
+    THREE_POLICIES,
+    Group,
+    Line,
+    Report,
+    finding,
+    grade,
+    is_right,
+    kl_finding,
+    merge,
+    share,
+    size,
+    two_digits,
+)
+
+Scale = Callable[[float], float]  # a value -> its place on a strip, in percent
+LENGTH_NAMES = {"fixed": "fixed lengths", "variable": "variable lengths"}
+
+
+def html(report: Report) -> str:
+    title = headline(report)
+    sections = [kl_section(report), lengths_section(report), variance_section(report), method_section(report)]
+    body = [
+        *_header(report, title),
+        tag("main", *(section for section in sections if section), table_section(report), details(report)),
+        _footer(report),
+    ]
+    head = tag(
+        "head",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        tag("title", escape(title)),
+        tag("style", Path(__file__).with_name("page.css").read_text(encoding="utf-8")),
+    )
+    return "<!doctype html>\n" + tag("html", head, tag("body", *body), lang="en") + "\n"
+
+
+def tag(name: str, *inside: str, **attributes: object) -> str:
+    """An element; attributes are escaped, what is inside is HTML already. ``class_`` is class, ``a_b`` is a-b."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return f"<{name}{written}>{''.join(inside)}</{name}>"
+
+
+def unbroken(text: str) -> str:
+    """Escaped, with numbers that stay on one line."""
+    return escape(text.replace(" %", "\u00a0%").replace("–", "\u2060–\u2060"))
+
+
+# ---- the top ---------------------------------------------------------------------------------------------------------
+
+
+def headline(report: Report) -> str:
+    total = len(report.lines)
+    wrong = sum(line.right_where != "everywhere" for line in report.lines)
+    if total == 1:
+        return finding(report).rstrip(".")
+    if wrong == 0:
+        return f"All {total} losses have the gradient they claim"
+    return f"{wrong} of {total} policy-gradient losses miss the gradient they claim"
+
+
+def _header(report: Report, title: str) -> list[str]:
+    lede = tag("p", escape(finding(report)), class_="lede") if len(report.lines) > 1 else ""
+    kicker = tag("p", f"rpg audit · {report.date}", class_="kicker")
+    cards = tag("ul", *map(_card, report.groups), class_="cards")
+    return [tag("header", kicker, tag("h1", escape(title)), lede, cards)]
+
+
+def _card(group: Group) -> str:
+    right = sum(line.right_where == "everywhere" for line in group.lines)
+    count = tag("strong", f"{right} ", tag("small", f"of {len(group.lines)}"))
+    return tag(
+        "li", tag("h3", escape(group.heading)), count, "right in every setting", tag("p", unbroken(kl_finding(group)))
+    )
+
+
+# ---- strips: one row of a plot ---------------------------------------------------------------------------------------
+
+
+def log_scale(lowest: float = 1e-16, highest: float = 10.0) -> Scale:
+    def place(x: float) -> float:
+        bounded = highest if math.isnan(x) else min(max(x, lowest), highest)
+        return 3 + 94 * math.log(bounded / lowest) / math.log(highest / lowest)
+
+    return place
+
+
+def linear_scale(highest: float) -> Scale:
+    return lambda x: 97 * min(x / highest, 1.0)
+
+
+BIAS = log_scale()
+BIAS_TICKS = [
+    (1e-16, "10⁻¹⁶", True),
+    (1e-12, "10⁻¹²", False),
+    (1e-8, "10⁻⁸", True),
+    (1e-4, "10⁻⁴", False),
+    (1, "1", True),
+]
+
+
+def _grid(scale: Scale, ticks: Iterable[tuple[float, str, bool]]) -> str:
+    return "".join(
+        f'<line class="grid{"" if main else " fine"}" x1="{scale(x):.2f}%" x2="{scale(x):.2f}%" y1="0" y2="100%"/>'
+        for x, _, main in ticks
+    )
+
+
+def dot_strip(x: float, text: str, kind: str, scale: Scale, ticks: Sequence[tuple[float, str, bool]]) -> str:
+    """A dot with its number beside it, on the side where there is room."""
+    at = scale(x)
+    anchor, dx = ("start", 10) if at < 50 else ("end", -10)
+    dot = f'<circle class="{kind}" cx="{at:.2f}%" cy="50%" r="5.5"/>'
+    label = f'<text x="{at:.2f}%" y="50%" dy=".36em" dx="{dx}" text-anchor="{anchor}">{escape(text)}</text>'
+    return f'<svg class="strip" role="img" aria-label="{escape(text)}">{_grid(scale, ticks)}{dot}{label}</svg>'
+
+
+def pair_strip(before: float, after: float, scale: Scale, ticks: Sequence[tuple[float, str, bool]]) -> str:
+    """A ring where it was, a dot where it is, and a line between them."""
+    a, b = scale(before), scale(after)
+    link = f'<line class="link" x1="{a:.2f}%" x2="{b:.2f}%" y1="50%" y2="50%"/>'
+    ring = f'<circle class="hollow {grade(before)}" cx="{a:.2f}%" cy="50%" r="6.5"/>'
+    dot = f'<circle class="{grade(after)}" cx="{b:.2f}%" cy="50%" r="3.6"/>'
+    label = escape(f"{size(before)}, then {size(after)}")
+    return f'<svg class="strip" role="img" aria-label="{label}">{_grid(scale, ticks)}{link}{ring}{dot}</svg>'
+
+
+def axis(scale: Scale, ticks: Iterable[tuple[float, str, bool]]) -> str:
+    marks = "".join(
+        f'<text class="{"" if main else "fine"}" x="{scale(x):.2f}%" y="13" text-anchor="middle">{escape(text)}</text>'
+        for x, text, main in ticks
+    )
+    return f'<svg class="strip axis" aria-hidden="true">{marks}</svg>'
+
+
+def data(value: float | None, text: str) -> str:
+    return tag("data", escape(text), value=repr(value)) if value is not None else escape(text)
+
+
+def _widths(*columns: str) -> str:
+    return tag("colgroup", *(f'<col class="{name}">' for name in columns))
+
+
+def _scenario_heads() -> str:
+    return "".join(tag("th", tag("b", escape(s)), escape(text), scope="col") for s, text in SCENARIOS.items())
+
+
+def _group_row(group: Group, columns: int, remark: str = "") -> str:
+    small = " " + tag("small", unbroken(remark)) if remark else ""
+    return tag("tr", tag("th", escape(group.heading), small, colspan=columns, scope="rowgroup"))
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def kl_section(report: Report) -> str:
+    groups = [group for group in report.groups if any(line.kl_bias() is not None for line in group.lines)]
+    if not groups:
+        return ""
+
+    def cell(bias: float | None) -> str:
+        if bias is None:
+            return tag("td", tag("span", "–", class_="absent-mark"))
+        return tag("td", dot_strip(bias, size(bias), grade(bias), BIAS, BIAS_TICKS))
+
+    bodies = []
+    for group in groups:
+        rows = [_group_row(group, 4, kl_finding(group))]
+        for label, line in merge(group.with_kl, lambda line: tuple(line.kl_bias(s) for s in SCENARIOS)):
+            cells = (cell(line.kl_bias(s)) for s in SCENARIOS)
+            rows.append(tag("tr", tag("th", escape(label), scope="row"), *cells))
+        bodies.append(tag("tbody", *rows, class_="group"))
+    head = tag("thead", tag("tr", tag("th"), _scenario_heads()))
+    ends = "".join(tag("td", axis(BIAS, BIAS_TICKS)) for _ in SCENARIOS)
+    foot = tag("tfoot", tag("tr", tag("th"), ends))
+    caption = tag(
+        "figcaption",
+        "Relative bias of the KL term alone (all rewards zero), logarithmic axis, fixed lengths. "
+        "Losses that cannot be told apart share a row. At 1, or 100 %, the error is as large as the gradient that was "
+        "meant; “exact” is the rounding of float64.",
+    )
+    return tag(
+        "section",
+        tag("h2", "The KL term: an importance weight decides"),
+        tag(
+            "p",
+            "A penalty estimated on samples of an older policy needs the ratio π/μ in front of it, or its gradient is "
+            "that of something else. On-policy the ratio is 1 and its derivative still matters.",
+        ),
+        tag("figure", tag("table", _widths("name", *["plotted"] * 3), head, *bodies, foot, class_="plot"), caption),
+        id="kl",
+    )
+
+
+def lengths_section(report: Report) -> str:
+    bodies = []
+    for group in report.groups:
+        rows = [_group_row(group, 3)]
+        for label, line in merge(group.lines, lambda line: tuple(line.bias(ON_POLICY, n) for n in LENGTHS)):
+            fixed, variable = (line.bias(ON_POLICY, n) for n in LENGTHS)
+            numbers = tag("td", f"{size(fixed)} → {size(variable)}", class_="number")
+            strip = tag("td", pair_strip(fixed, variable, BIAS, BIAS_TICKS))
+            rows.append(tag("tr", tag("th", escape(label), scope="row"), strip, numbers))
+        bodies.append(tag("tbody", *rows, class_="group"))
+    foot = tag("tfoot", tag("tr", tag("th"), tag("td", axis(BIAS, BIAS_TICKS)), tag("td")))
+    broken = sum(
+        is_right(line.bias(ON_POLICY)) and not is_right(line.bias(ON_POLICY, "variable")) for line in report.lines
+    )
+    caption = tag(
+        "figcaption",
+        "Relative bias on-policy, where no importance weight is needed: a ring where all responses have one length, "
+        f"a dot where they differ. {broken} of {len(report.lines)} losses are right with the ring, wrong with the dot.",
+    )
+    return tag(
+        "section",
+        tag("h2", "Lengths: dividing each response by its own"),
+        tag(
+            "p",
+            "A factor 1/|y| is a constant while all responses are equally long. Once they are not, it weighs short "
+            "responses more, and the gradient belongs to no objective that was stated.",
+        ),
+        tag("figure", tag("table", _widths("name", "plotted", "number"), *bodies, foot, class_="plot two"), caption),
+        id="lengths",
+    )
+
+
+def variance_section(report: Report) -> str:
+    """Unbiased token-level losses of rpg, one row per divergence: what is left to choose by."""
+    chosen: dict[str, Line] = {}
+    for line in report.lines:
+        own = line.subject.source.startswith("rpg") and line.subject.objective == "token"
+        if own and line.right_where == "everywhere":
+            chosen.setdefault(line.subject.divergence, line)
+    if len(chosen) < 2:
+        return ""
+    highest = max(line.row(s, n).variance for line in chosen.values() for s in SCENARIOS for n in LENGTHS)
+    step = 10 ** math.floor(math.log10(highest))
+    scale = linear_scale(highest * 1.02)
+    ticks = [(k * step, f"{k * step:g}", True) for k in range(int(highest / step) + 1)]
+    bodies = []
+    for lengths in LENGTHS:
+        rows = [tag("tr", tag("th", LENGTH_NAMES[lengths].capitalize(), colspan=4, scope="rowgroup"))]
+        for divergence, line in sorted(chosen.items(), key=lambda item: item[0] != "none"):
+            values = (line.row(s, lengths).variance for s in SCENARIOS)
+            cells = (tag("td", dot_strip(v, two_digits(v), "plain", scale, ticks)) for v in values)
+            name = "no KL" if divergence == "none" else divergence
+            rows.append(tag("tr", tag("th", escape(name), scope="row"), *cells))
+        bodies.append(tag("tbody", *rows, class_="group"))
+    head = tag("thead", tag("tr", tag("th"), _scenario_heads()))
+    foot = tag("tfoot", tag("tr", tag("th"), *(tag("td", axis(scale, ticks)) for _ in SCENARIOS)))
+    regularised = {d: line.row(THREE_POLICIES).variance for d, line in chosen.items() if d != "none"}
+    extremes = ""
+    if len(regularised) > 1:
+        least, most = min(regularised, key=regularised.__getitem__), max(regularised, key=regularised.__getitem__)
+        extremes = (
+            f" With three policies and fixed lengths {least} has the lowest ({two_digits(regularised[least])}) "
+            f"and {most} the highest ({two_digits(regularised[most])})."
+        )
+    caption = tag(
+        "figcaption",
+        "Variance of one response's gradient, E|g − E[g]|², over |∇J|². Rewards are used as they come, without a "
+        f"baseline, and make up most of it.{extremes}",
+    )
+    return tag(
+        "section",
+        tag("h2", "Variance: what is left to choose by"),
+        tag("p", "Among losses without bias the divergence is free, and so is a baseline. They differ in noise."),
+        tag("figure", tag("table", _widths("name", *["plotted"] * 3), head, *bodies, foot, class_="plot"), caption),
+        id="variance",
+    )
+
+
+def method_section(report: Report) -> str:
+    default = {f.name: f.default for f in fields(Problem)}
+    scenarios = "; ".join(f"{name} ({text})" for name, text in SCENARIOS.items())
+    sentences = (
+        f"A policy over {default['vocabulary']} tokens and responses of at most {default['length']} of them is small "
+        "enough to list every response, so the expected gradient of a loss is a finite sum, taken in float64 without "
+        "any sampling noise.",
+        "What it is compared with comes from autograd on the objective itself, J = E[R] − β·D, written out over all "
+        "responses or all states, and shares no formula with the losses under test.",
+        "Each loss runs as it ships and is differentiated with respect to every token's log π, with its clip bounds "
+        "out of the way for the bias and back in place for what the clip does.",
+        f"Three scenarios separate the causes: {scenarios}.",
+        "A loss's scale is calibrated where π = μ = ref, where every method must agree, so a bias is a wrong direction "
+        "or a wrong balance of reward and KL and never just another learning rate.",
+    )
+    steps = tag("ol", *(tag("li", escape(sentence)) for sentence in sentences))
+    return tag("section", tag("h2", "What is measured"), steps, id="method")
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+KEY = {
+    "exact": "exact: below 1e-10",
+    "rounding": "below 1e-6: rounding of float32",
+    "small": "below 10 %",
+    "medium": "below 50 %",
+    "large": "50 % and more",
+}
+
+
+def _bias_cell(bias: float | None, first: bool = False) -> str:
+    return tag("td", data(bias, size(bias)), class_=grade(bias) + (" gap" if first else ""))
+
+
+def table_section(report: Report) -> str:
+    over = "".join(
+        tag("th", text, colspan=3, class_="three", scope="colgroup") for text in ("fixed lengths", "variable lengths")
+    )
+    top = tag("tr", *(tag("th", class_="left") for _ in range(3)), over, tag("th", "KL term", scope="colgroup"))
+    names = "".join(tag("th", escape(text), class_="left", scope="col") for text in ("loss", "right", "ascends"))
+    columns = [*SHORT.values(), *SHORT.values(), SHORT[THREE_POLICIES]]
+    head = tag("thead", top, tag("tr", names, *(tag("th", escape(text), scope="col") for text in columns)))
+    bodies = []
+    for group in report.groups:
+        rows = [_group_row(group, 10)]
+        for line in group.lines:
+            biases = [(line.bias(s, n), i == 0) for n in LENGTHS for i, s in enumerate(SCENARIOS)]
+            where = line.right_where
+            rows.append(
+                tag(
+                    "tr",
+                    tag("th", escape(line.label), scope="row", title=line.subject.note or None),
+                    tag("td", where, class_=f"where {where}" if where in ("everywhere", "nowhere") else "where"),
+                    tag("td", escape(line.claim), class_="claim"),
+                    *(_bias_cell(bias, first) for bias, first in biases),
+                    _bias_cell(line.kl_bias(), first=True),
+                )
+            )
+        bodies.append(tag("tbody", *rows, class_="group"))
+    key = tag("ul", *(tag("li", text, class_=kind) for kind, text in KEY.items()), class_="key")
+    where = "; ".join(f"“{name}”: {text}" for name, text in RIGHT_WHERE.items())
+    caption = tag(
+        "figcaption",
+        escape(
+            "Relative bias |E[g] − ∇J| / |∇J| against the objective that the loss claims; the KL term alone with three "
+            f"policies. “ascends” is its divergence and the level its ratios are exact at. “right” is {where}."
+        ),
+    )
+    return tag(
+        "section",
+        tag("h2", "Every loss"),
+        key,
+        tag(
+            "figure",
+            tag("table", _widths("name", "where", "claim", *["bias"] * 7), head, *bodies, class_="heat"),
+            caption,
+        ),
+        id="table",
+    )
+
+
+def details(report: Report) -> str:
+    titles = ("loss", "vs. sequence", "variance", "cut", "left", "clipped bias", "type", "setting")
+    head = tag("thead", tag("tr", *(tag("th", title, scope="col") for title in titles)))
+    bodies = []
+    for group in report.groups:
+        rows = [_group_row(group, len(titles))]
+        for line in group.lines:
+            own, sequence = line.row(THREE_POLICIES), line.row(THREE_POLICIES, objective="sequence")
+            cells = (
+                data(sequence.bias, size(sequence.bias)),
+                data(own.variance, two_digits(own.variance)),
+                data(own.cut, share(own.cut)),
+                data(own.left, share(own.left)),
+                data(own.clipped_bias, size(own.clipped_bias)),
+                line.dtype,
+            )
+            note = tag("td", escape(line.subject.note), class_="note")
+            rows.append(tag("tr", tag("th", escape(line.label), scope="row"), *(tag("td", c) for c in cells), note))
+        bodies.append(tag("tbody", *rows, class_="group"))
+    explained = tag(
+        "p",
+        "All with three policies and fixed lengths. “vs. sequence” is the bias against the sequence objective, "
+        "whatever the loss claims; “variance” is over |∇J|²; “cut” is the share of tokens that the clip cuts off from "
+        "the reward, “left” the gradient that remains on them over |∇J|; “clipped bias” is the bias with the clip on.",
+    )
+    table = tag("div", tag("table", head, *bodies, class_="details"), class_="scroll")
+    return tag(
+        "details", tag("summary", "Variance, the clip, the sequence objective, and the settings"), explained, table
+    )
+
+
+def _footer(report: Report) -> str:
+    audit = report.audit
+    facts = {
+        "versions": report.version_text,
+        "seeds": f"{audit.seeds} (0 to {audit.seeds - 1})",
+        "β": f"{audit.beta:g}",
+        "drift": f"{audit.drift:g} (size of the random steps between the policies' parameters)",
+        "date": report.date,
+    }
+    facts |= {"not audited": "; ".join(audit.messages)} if audit.messages else {}
+    terms = "".join(tag("dt", escape(name)) + tag("dd", escape(value)) for name, value in facts.items())
+    return tag("footer", tag("h2", "Made by"), tag("pre", escape(report.command)), tag("dl", terms))

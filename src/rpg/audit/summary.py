@@ -17,7 +17,7 @@ EXACT = 1e-10  # rounding of float64
 RIGHT = 1e-6  # rounding of float32: right as well, though not to the last digit
 LENGTHS = ("fixed", "variable")
 ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
-SHORT = {ON_POLICY: "on-policy", REF_IS_OLD: "ref = old", THREE_POLICIES: "three policies"}
+SHORT = {ON_POLICY: "on-policy", REF_IS_OLD: "ref=old", THREE_POLICIES: "three policies"}
 LIBRARIES = {"trl": "TRL", "liger-kernel": "Liger", "user": "your losses"}
 LEVEL_NAMES = {"token": "token", "sequence": "seq.", "geometric": "geo."}
 
@@ -76,9 +76,7 @@ class Line:
 
     def row(self, scenario: str, lengths: str = "fixed", objective: str | None = None) -> Row:
         objective = objective or self.subject.objective
-        return next(
-            r for r in self.rows if (r.scenario, r.lengths, r.objective) == (scenario, lengths, objective)
-        )
+        return next(r for r in self.rows if (r.scenario, r.lengths, r.objective) == (scenario, lengths, objective))
 
     def bias(self, scenario: str, lengths: str = "fixed") -> float:
         return self.row(scenario, lengths).bias
@@ -289,14 +287,14 @@ def merge(lines: Iterable[Line], values: Callable[[Line], tuple[float | None, ..
 
 
 def joined_labels(lines: Sequence[Line]) -> str:
-    """grpo · dapo, each + low_var_kl"""
+    """grpo · dapo (each: KL correction); vanilla · cispo, each + low_var_kl"""
     stems: dict[str, list[str]] = {}
     for line in lines:
         cut = min((i for mark in (" (", " + ") if (i := line.label.find(mark)) >= 0), default=len(line.label))
-        stems.setdefault(line.label[cut:].strip(), []).append(line.label[:cut])
+        stems.setdefault(line.label[cut:], []).append(line.label[:cut])
     texts = []
     for variant, names in stems.items():
-        each = ", each " if len(names) > 1 else " "
-        texts.append(" · ".join(names) + (each + variant if variant else ""))
-    return " · ".join(texts)
-
+        if len(names) > 1 and variant:
+            variant = f" (each: {variant[2:]}" if variant.startswith(" (") else f", each{variant}"
+        texts.append(" · ".join(names) + variant)
+    return "; ".join(texts)

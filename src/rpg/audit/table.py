@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -57,13 +59,15 @@ _CLAIM = Column(
     number=False,
 )
 _RIGHT = Column("right", "where its expected gradient is the one of that objective", _right, number=False)
-_FIXED = _scenario_columns("fixed", {s: f"relative bias, responses of one length; {text}" for s, text in SCENARIOS.items()})
+_FIXED = _scenario_columns(
+    "fixed", {s: f"relative bias, responses of one length; {text}" for s, text in SCENARIOS.items()}
+)
 _VARIABLE = _scenario_columns(
     "variable", {s: f"relative bias, responses of different lengths; {text}" for s, text in SCENARIOS.items()}
 )
 _WORST_VARIABLE = Column(
     "varied lengths",
-    "the worst of the three where responses differ in length (a 1/|y| in the loss shows here)",
+    "the worst of the three where responses differ in length: a 1/|y| shows here",
     _bias(lambda line: line.worst_variable),
 )
 _KL = Column(
@@ -103,7 +107,21 @@ def console() -> Console:
     return made if made.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
 
 
-def show(report: Report, to: Console, verbose: bool = False) -> None:
+@contextmanager
+def printed() -> Iterator[Console]:
+    """A console whose output reaches stdout at the end, without the blanks that tables leave at the ends of lines."""
+    to = console()
+    with to.capture() as captured:
+        yield to
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def show(report: Report, verbose: bool = False) -> None:
+    with printed() as to:
+        _show(report, to, verbose)
+
+
+def _show(report: Report, to: Console, verbose: bool) -> None:
     to.print(Text(finding(report), style="bold"))
     to.print(f"Relative bias of the expected gradient against the exact one; {report.setup}.")
     to.print(_table(report, MAIN))
@@ -121,10 +139,8 @@ def show(report: Report, to: Console, verbose: bool = False) -> None:
 def _table(report: Report, columns: list[Column]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in columns:
-        title = column.title.replace(" ", "\n", 1) if column.number else column.title
-        table.add_column(
-            title, justify="right" if column.number else "left", no_wrap=column is not _LOSS, vertical="bottom"
-        )
+        title = column.title.replace(" ", "\n") if " " in column.title else f"\n{column.title}"
+        table.add_column(title, justify="right" if column.number else "left", no_wrap=column is not _LOSS)
     for group in report.groups:
         table.add_section()
         table.add_row(Text(group.heading, style="bold"))

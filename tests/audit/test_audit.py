@@ -1,0 +1,280 @@
+"""The audit itself: what it accepts, what it calls a bias, and what it says about a clip."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from rpg import PolicyLoss, algorithm, audit, clip
+from rpg.audit.measure import calibrate, cut_tokens, measure
+from rpg.audit.problem import SCENARIOS, Problem
+
+EXACT = 1e-10
+ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
+EVERYWHERE = [(s, variable) for s in SCENARIOS for variable in (False, True)]
+
+
+def exact_rkl(logp, old_logp, advantages, mask, ref_logp, beta):
+    w = (logp - old_logp).exp()
+    return ((-w * advantages[:, None] + beta * w * (logp - ref_logp)) * mask).sum() / mask.sum()
+
+
+def unweighted_k3(logp, old_logp, advantages, mask, ref_logp, beta):
+    log_x = ref_logp - logp
+    k3 = log_x.exp() - 1 - log_x
+    return ((-(logp - old_logp).exp() * advantages[:, None] + beta * k3) * mask).sum() / mask.sum()
+
+
+def own(result):
+    return [r for r in result.rows if r.own]
+
+
+def found(loss, scenario=THREE_POLICIES, variable=False, objective=None, divergence=None, seed=0):
+    return measure(audit.resolve(loss, divergence), Problem(scenario, variable, seed), objective)
+
+
+# ---- what can be audited ---------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_name_a_loss_gives_the_same_numbers(tmp_path):
+    (tmp_path / "mine.py").write_text("import rpg\nloss = rpg.algorithm('rpg-urkl').loss\n")
+    given = ["rpg-urkl", algorithm("rpg-urkl"), algorithm("rpg-urkl").loss, f"{tmp_path}/mine.py:loss"]
+    results = [audit.check(loss, seeds=1) for loss in given]
+    numbers = [[(r.bias, r.kl_bias, r.cut, r.left, r.variance) for r in result.rows] for result in results]
+    assert numbers[0] == numbers[1] == numbers[2] == numbers[3]
+    assert results[0].rows[0].name == results[1].rows[0].name == "rpg-urkl"
+
+
+def test_a_module_path_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "audited_module.py").write_text("def fn(logp, old_logp, advantages, mask): return (logp * mask).sum()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert audit.resolve("audited_module:fn").name == "audited_module:fn"
+    del sys.modules["audited_module"]
+
+
+def by_position(a, b, c, d, e):
+    return exact_rkl(a, b, c, d, e, 0.1)
+
+
+def as_tuple(logp, old_logp, advantages, mask, ref_logp, beta):
+    return exact_rkl(logp, old_logp, advantages, mask, ref_logp, beta), {"some": "metrics"}
+
+
+def as_object(logp, old_logp, advantages, mask, ref_logp, beta):
+    return type("Output", (), {"loss": exact_rkl(logp, old_logp, advantages, mask, ref_logp, beta)})()
+
+
+@pytest.mark.parametrize("loss", [exact_rkl, by_position, as_tuple, as_object])
+def test_a_right_callable_is_exact_everywhere(loss):
+    result = audit.check(loss, seeds=2)
+    assert len(own(result)) == 6
+    assert max(r.worst_bias for r in own(result)) < EXACT
+    assert all(r.kl_bias < EXACT for r in own(result))
+
+
+def test_an_unweighted_k3_is_caught_even_on_policy():
+    rows = {(r.scenario, r.lengths): r for r in own(audit.check(unweighted_k3, seeds=5))}
+    assert rows[THREE_POLICIES, "fixed"].bias > 0.05
+    assert rows[ON_POLICY, "fixed"].kl_bias > 0.2
+    assert rows[REF_IS_OLD, "fixed"].kl_bias > 0.3
+
+
+def test_the_callable_and_the_preset_of_the_same_loss_agree():
+    grpo = PolicyLoss("k3", 0.1, "differentiable", reduction="token-mean")
+    for a, b in zip(audit.check(unweighted_k3, seeds=1).rows, audit.check(grpo, seeds=1).rows, strict=True):
+        assert a.bias == pytest.approx(b.bias, rel=1e-9)
+        assert a.variance == pytest.approx(b.variance, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ("gropo", ValueError, "Did you mean 'grpo'"),
+        ("no.such.module:loss", ValueError, "cannot import 'no.such.module'"),
+        ("no_file.py:loss", ValueError, "no_file.py"),
+        ("math:no_such_name", ValueError, "unknown name in math"),
+        ("math:pi", TypeError, "neither a loss nor a callable"),
+    ],
+)
+def test_what_cannot_be_audited_is_said_in_one_line(given, error, says):
+    with pytest.raises(error, match=says) as caught:
+        audit.resolve(given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_ignores_logp_is_refused():
+    with pytest.raises(TypeError, match="depends on logp"):
+        audit.check(lambda logp, old_logp, advantages, mask: old_logp.sum(), seeds=1)
+
+
+def test_an_unknown_scenario_is_refused():
+    with pytest.raises(ValueError, match="three policies"):
+        _ = Problem("nowhere", False, 0).batch
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+
+def test_run_covers_every_setting_and_keeps_what_it_is_told():
+    seen = []
+    subjects = [audit.resolve("gspo"), audit.resolve("ppo")]
+    result = audit.run(subjects, seeds=2, beta=0.2, messages=["verl is away"], progress=seen.append)
+    assert seen == ["gspo", "ppo"]
+    assert (result.seeds, result.beta, result.messages) == (2, 0.2, ["verl is away"])
+    settings = {(r.scenario, r.lengths) for r in result.select(name="gspo", objective="geometric")}
+    assert settings == {(s, n) for s in SCENARIOS for n in ("fixed", "variable")}
+    assert {r.objective for r in result.select(name="gspo")} == {"geometric", "token", "sequence"}
+    assert all(r.own == (r.objective == "token") for r in result.select(name="ppo"))
+    assert result.as_dict()["rows"][0]["name"] == "gspo"
+
+
+def test_a_row_is_the_mean_over_seeds_and_knows_the_worst():
+    rows = audit.check("grpo", seeds=3).select(own=True, scenario=THREE_POLICIES, lengths="fixed")
+    biases = [found("grpo", seed=seed).bias for seed in range(3)]
+    assert rows[0].bias == pytest.approx(sum(biases) / 3)
+    assert rows[0].worst_bias == max(biases)
+    assert len(set(biases)) == 3
+
+
+def test_beta_reaches_the_loss_and_the_objective():
+    assert max(r.worst_bias for r in own(audit.check("rpg-reinforce-rkl", seeds=1, beta=3.0))) < EXACT
+    weak, strong = (own(audit.check("grpo", seeds=1, beta=beta))[0].bias for beta in (0.01, 1.0))
+    assert strong > 3 * weak
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+def test_the_scale_takes_out_one_over_the_length_where_lengths_are_fixed():
+    per_response = audit.resolve(PolicyLoss("none", 0, reduction="seq-mean-token-mean"))
+    for scenario in SCENARIOS:
+        problem = Problem(scenario, variable=False, seed=0)
+        assert calibrate(per_response, problem, "token") == pytest.approx(problem.length, rel=1e-9)
+        assert measure(per_response, problem).bias < EXACT
+        assert measure(per_response, Problem(scenario, variable=True, seed=0)).bias > 0.05
+
+
+@pytest.mark.parametrize("factor", [1e-3, 7.0])
+def test_a_loss_is_judged_whatever_its_scale(factor):
+    def scaled(logp, old_logp, advantages, mask, ref_logp, beta):
+        return factor * exact_rkl(logp, old_logp, advantages, mask, ref_logp, beta)
+
+    assert all(found(scaled, *setting).bias < EXACT for setting in EVERYWHERE)
+
+
+def test_the_scale_does_not_forgive_a_wrong_sign_or_a_wrong_beta():
+    def ascends_the_loss(logp, old_logp, advantages, mask, ref_logp, beta):
+        return -exact_rkl(logp, old_logp, advantages, mask, ref_logp, beta)
+
+    def twice_the_kl(logp, old_logp, advantages, mask, ref_logp, beta):
+        return exact_rkl(logp, old_logp, advantages, mask, ref_logp, 2 * beta)
+
+    assert found(ascends_the_loss).bias > 1
+    assert found(ascends_the_loss).cosine == pytest.approx(-1)
+    assert found(twice_the_kl).kl_bias == pytest.approx(1)
+    assert found(twice_the_kl).bias > 0.01
+
+
+# ---- objectives ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("meant", "stated"), [("rkl", "fkl"), ("fkl", "rkl"), ("ufkl", "urkl"), ("urkl", "none")])
+def test_a_wrong_divergence_stated_is_a_bias(meant, stated):
+    loss = PolicyLoss(meant, 0.1, "reinforce")
+    assert found(loss).bias < EXACT
+    assert found(loss, divergence=stated).bias > 0.05
+
+
+@pytest.mark.parametrize(("meant", "stated"), [("rkl", "urkl"), ("fkl", "ufkl")])
+def test_unnormalised_divergences_have_the_same_expected_gradient_and_another_variance(meant, stated):
+    loss = PolicyLoss(meant, 0.1, "reinforce")
+    assert found(loss, divergence=stated).bias < EXACT
+    assert found(loss).variance != pytest.approx(found(PolicyLoss(stated, 0.1, "reinforce")).variance, rel=1e-3)
+
+
+def test_token_and_sequence_objectives_part_off_policy():
+    token, sequence = PolicyLoss("rkl", 0.1), PolicyLoss("rkl", 0.1, level="sequence")
+    assert found(token, objective="token").bias < EXACT < 0.05 < found(token, objective="sequence").bias
+    assert found(sequence, objective="sequence").bias < EXACT < 0.05 < found(sequence, objective="token").bias
+    plain = PolicyLoss("none", 0)
+    assert found(plain, ON_POLICY, objective="sequence").bias < EXACT < found(plain, objective="sequence").bias
+
+
+@pytest.mark.parametrize("divergence", ["fkl", "ufkl"])
+def test_forward_kl_per_token_is_that_of_the_sequence_where_ref_is_old(divergence):
+    loss = PolicyLoss(divergence, 0.1)
+    assert found(loss, REF_IS_OLD, True, objective="sequence").kl_bias < EXACT
+    assert found(loss, THREE_POLICIES, True, objective="sequence").kl_bias > 0.01
+
+
+def test_published_penalties_err_as_enumeration_says_they_do():
+    k1, k2, k3 = (PolicyLoss(k, 0.1, "differentiable") for k in ("k1", "k2", "k3"))
+    assert found(k1, ON_POLICY).kl_bias == pytest.approx(1, abs=1e-10), "k1 in the loss has no signal on-policy"
+    assert found(k2, ON_POLICY).kl_bias < EXACT < 0.05 < found(k2, THREE_POLICIES).kl_bias
+    assert found(k3, ON_POLICY).kl_bias > 0.05
+
+
+def test_there_is_no_kl_bias_without_a_kl_term():
+    assert found("ppo").kl_bias is None
+    assert found("rpg-rkl", REF_IS_OLD).kl_bias is not None
+
+
+# ---- the clip --------------------------------------------------------------------------------------------------------
+
+
+def regularised(rule, **options):
+    return PolicyLoss("urkl", 0.1, clip=rule, **options)
+
+
+def test_rpg_style_clip_leaves_nothing_on_the_tokens_it_cuts():
+    for estimator in ("reinforce", "differentiable"):
+        m = found(regularised(clip.RPGClip(), estimator=estimator))
+        assert 0 < m.cut < 1
+        assert m.left == 0
+
+
+def test_a_kl_term_outside_the_clip_stays_on_the_tokens_it_cuts():
+    m = found(regularised(clip.Box(), kl_in_clip=False))
+    assert m.cut > 0
+    assert m.left > 1e-3
+
+
+def test_dual_clip_leaks_through_the_regularised_advantage():
+    leaks = found(regularised(clip.DualClip(), estimator="differentiable"))
+    assert leaks.cut > 0
+    assert leaks.left > 1e-3
+    assert found(regularised(clip.DualClip(), estimator="reinforce")).left == 0
+
+
+def test_the_bias_is_measured_with_the_clip_out_of_the_way():
+    m = found(regularised(clip.Box(0.2, 0.2)))
+    assert m.bias < EXACT < 0.05 < m.clipped_bias
+
+
+@pytest.mark.parametrize("rule", [None, clip.Unweighted()])
+def test_what_does_not_cut_has_no_cut(rule):
+    m = found(PolicyLoss("none", 0, clip=rule))
+    assert (m.cut, m.left, m.clipped_bias) == (None, None, None)
+
+
+def test_the_tokens_cut_are_those_beyond_the_box():
+    problem = Problem(THREE_POLICIES, True, 3)
+    b, rule = problem.batch, clip.Box(0.2, 0.2)
+    subject = audit.resolve(PolicyLoss("none", 0, clip=rule))
+    w_NT, a_N1 = (b.logp_NT - b.old_logp_NT).exp(), b.advantages_N.unsqueeze(-1)
+    beyond_NT = (((a_N1 > 0) & (w_NT > 1.2)) | ((a_N1 < 0) & (w_NT < 0.8))) & b.mask_NT
+    cut_NT = cut_tokens(subject.clipped, subject.coefficients, b, 0.1)
+    assert torch.equal(cut_NT, beyond_NT)
+    weight_NT = problem.probability_N.unsqueeze(-1) * b.mask_NT
+    assert measure(subject, problem).cut == pytest.approx(float((weight_NT * beyond_NT).sum() / weight_NT.sum()))
+
+
+def test_variance_is_that_of_sampling_one_response():
+    problem = Problem(THREE_POLICIES, False, 1)
+    subject = audit.resolve("rpg-reinforce-urkl")
+    c_NT = subject.coefficients(problem.batch, problem.beta) * calibrate(subject, problem, "token")
+    g_NP = torch.einsum("nt,ntp->np", c_NT, problem.score_NTP)
+    mean_P = (problem.probability_N.unsqueeze(-1) * g_NP).sum(0)
+    spread = (problem.probability_N * (g_NP - mean_P).square().sum(-1)).sum()
+    assert math.isclose(measure(subject, problem).variance, float(spread / mean_P.square().sum()), rel_tol=1e-9)
