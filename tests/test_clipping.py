@@ -171,6 +171,12 @@ def test_a_ratio_exactly_on_its_bound_is_cut(log_w, advantage, name, rule):
         loss = PolicyLoss("urkl", 1e-3, "reinforce", rule(**options))
         c = gradient(loss, logp, old, f64([advantage]), torch.ones(1, 1))
         assert float(c) == (0.0 if cut else pytest.approx(-w * (advantage - 1e-3 * log_w)))
+        c = gradient(
+            PolicyLoss("none", 0, "differentiable", rule(**options)), logp, old, f64([advantage]), torch.ones(1, 1)
+        )
+        assert float(c) == (0.0 if cut else pytest.approx(-w * advantage))
+        below, above = rule(**options).outside(f64([w]), f64([advantage]))
+        assert (bool(below), bool(above)) == (cut and name == "low", cut and name != "low")
         assert bool(rule(**options).keep(f64([w]), f64([advantage]))) is not cut
 
 
@@ -211,7 +217,7 @@ def test_box_is_ppo(drawn, low, high):
 @given(drawn=pairs)
 @exact
 def test_dual_clip_is_ye_et_al(drawn):
-    log_w, w, a = w_and_advantage(drawn, 1 - EPS1, 1 + EPS2, C)
+    log_w, w, a = w_and_advantage(drawn, 0.8, 1.28, C)
     ppo = torch.minimum(w * a, w.clamp(1 - EPS1, 1 + EPS2) * a)
     objective = torch.where(a < 0, torch.maximum(ppo, C * a), ppo)
     for rule in (clip.DualClip(EPS1, EPS2, C), clip.RPGClip(EPS1, EPS2, C)):

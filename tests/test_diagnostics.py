@@ -173,6 +173,13 @@ def test_on_policy_nothing_is_cut():
         assert all(math.isfinite(x) for x in metrics.values())
 
 
+def test_a_zero_advantage_counts_as_positive():
+    logp = -torch.ones(1, 1)
+    loss = PolicyLoss("none", clip=clip.DualClip(c=1.5))
+    metrics = loss(logp, logp - 1, torch.zeros(1), torch.ones(1, 1)).metrics
+    assert [float(metrics[f"clip/{x}"]) for x in ("low", "high", "dual")] == [0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("divergence", ["fkl", "ufkl", "rkl", "urkl", "k1", "k2", "k3"])
 @given(seed=seeds)
@@ -276,9 +283,11 @@ def test_metrics_are_detached_scalars(name, rubbish):
 
 
 def test_bounded_to_go():
-    """The running products of kl_to_go are bounded too, and counted: 15, 30, 45 against a limit of 20."""
-    logp = torch.full((1, 3), -1.0)
+    """The running products of kl_to_go are bounded too, and counted: ±15, ±30, ±45, then 10, 20, 30, against 20."""
+    logp = torch.full((3, 3), -1.0)
+    log_w = torch.tensor([[15.0], [-15.0], [10.0]])
     loss = PolicyLoss("urkl", kl_to_go=True)
-    metrics = loss(logp, logp - 15, torch.ones(1), torch.ones(1, 3)).metrics
+    metrics = loss(logp, logp - log_w, torch.ones(3), torch.ones(3, 3)).metrics
     assert float(metrics["bounded"]) == 0.0
-    assert float(metrics["bounded_to_go"]) == pytest.approx(2 / 3)
+    assert float(metrics["bounded_to_go"]) == pytest.approx(5 / 9)
+    assert "bounded_to_go" not in PolicyLoss("urkl")(logp, logp, torch.ones(3), torch.ones(3, 3)).metrics

@@ -351,6 +351,16 @@ def test_a_kl_term_outside_the_clip_is_whole(rule, divergence):
         torch.testing.assert_close(gradient(loss, *b.args(), ref_logp=b.ref), expected)
 
 
+def test_a_zero_advantage_counts_as_positive():
+    """As in both algorithms: "if Â ≥ 0"."""
+    w, zero = float64([0.5, 1.5]), float64([0.0, 0.0])
+    rule = clip.DualClip(0.2, 0.28, 1.4)
+    assert rule.keep(w, zero).tolist() == [True, False]
+    assert [x.tolist() for x in rule.outside(w, zero)] == [[False, False], [False, True]]
+    assert rule.clamp(w, zero).tolist() == [0.5, 1.28]
+    assert clip.Taper().weight(w, zero).tolist() == [1.0, 1.0]
+
+
 # ---- CAPO's gate -----------------------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ def test_small_batches(name, rows, columns):
 @pytest.mark.parametrize("limit", [20.0, 2.0])
 def test_bounded_counts_exactly(level, limit):
     log_w = torch.tensor([[limit, -limit, limit + 0.5], [-3 * limit, 0.0, 0.0], [0.0, 0.0, 9.0], [0.5, -0.5, 50.0]])
-    log_u = torch.tensor([[0.0, 0.0, 0.0], [limit + 1, 0.0, 0.0], [0.0, 0.0, 9.0], [0.25, 0.25, 50.0]])
+    log_u = torch.tensor([[limit, limit / 2, 0.0], [limit, 0.0, 0.0], [-limit - 1, -limit, 9.0], [0.25, 0.25, 50.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]]).bool()
     logp = torch.full((4, 3), -64.0)
     loss = PolicyLoss("urkl", level=level, max_log_ratio=limit)
@@ -253,7 +253,7 @@ def test_an_all_masked_batch(name):
         assert "\n" not in str(error.value)
         out = loss(*args, ref_logp=torch.full((2, 3), rubbish), denominator=100.0)
         out.loss.backward()
-        assert float(out.loss) == 0.0
+        assert float(out.loss.detach()) == 0.0
         assert (logp.grad == 0).all()
         assert float(out.metrics["tokens"]) == float(out.metrics["sequences"]) == 0.0
 
@@ -265,9 +265,22 @@ def test_an_all_masked_micro_batch_with_every_clip(rule):
         loss = PolicyLoss("urkl", 0.1, clip=rule, level=level, control_variate=True)
         out = loss(logp, logp.detach(), torch.full((2,), NAN), torch.zeros(2, 3), denominator=torch.tensor(7.0))
         out.loss.backward()
-        assert float(out.loss) == 0.0
+        assert float(out.loss.detach()) == 0.0
         assert (logp.grad == 0).all()
         assert isinstance(out.metrics, dict)
+
+
+def test_a_micro_batch_of_no_rows():
+    logp = torch.zeros(0, 3).requires_grad_()
+    full = PolicyLoss("urkl", clip=clip.RPGClip())(
+        -torch.ones(1, 3), -torch.ones(1, 3), torch.ones(1), torch.ones(1, 3)
+    )
+    for rule in (None, *CLIPS):
+        out = PolicyLoss("urkl", clip=rule)(logp, logp.detach(), torch.zeros(0), torch.zeros(0, 3), denominator=7)
+        out.loss.backward()
+        assert float(out.loss.detach()) == float(out.metrics["tokens"]) == 0.0
+        if rule == clip.RPGClip():
+            assert out.metrics.keys() == full.metrics.keys()  # ranks can be averaged by name
 
 
 def test_an_empty_row_changes_nothing_but_the_counts():

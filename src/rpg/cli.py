@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .advantages import Advantage
     from .algorithms import Algorithm
-    from .audit import Subject
+    from .audit import Batch, Subject
+    from .audit.measure import Coefficients
     from .audit.peers import Peer
     from .audit.summary import Report
     from .clipping import Clip
@@ -156,7 +160,7 @@ def run_audit(args: argparse.Namespace) -> int:
     }
     for path, make in made.items():
         if path is not None:
-            with one_line("cannot write ", OSError):
+            with one_line(f"cannot write {path}: ", OSError):
                 path.write_text(make(), encoding="utf-8")
             print(f"wrote {path}", file=sys.stderr)
     return _strict(report) if args.strict else 0
@@ -188,12 +192,13 @@ def _subjects(args: argparse.Namespace) -> tuple[list[Subject], list[str]]:
     from .algorithms import algorithms
 
     subjects = [_subject(name, args) for name in dict.fromkeys(args.losses or algorithms())]
-    if not args.peers:
-        return subjects, []
-    from .audit.peers import peers
+    messages: list[str] = []
+    if args.peers:
+        from .audit.peers import peers
 
-    rows, messages = peers(args.verl_python)
-    return subjects + [_of_peer(peer) for peer in rows], messages
+        rows, messages = peers(args.verl_python)
+        subjects += [_of_peer(peer) for peer in rows]
+    return [_remembering(subject) for subject in subjects], messages
 
 
 def _subject(name: str, args: argparse.Namespace) -> Subject:
@@ -223,6 +228,24 @@ def _of_peer(peer: Peer) -> Subject:
         note=peer.note,
         dtype=peer.dtype,
     )
+
+
+def _remembering(subject: Subject) -> Subject:
+    """The same, its coefficients computed once per batch: the audit asks again for every objective."""
+    clipped = None if subject.clipped is None else _remembered(subject.clipped)
+    return replace(subject, coefficients=_remembered(subject.coefficients), clipped=clipped)
+
+
+def _remembered(compute: Coefficients) -> Coefficients:
+    known: dict[tuple[object, ...], tuple[Batch, Tensor]] = {}
+
+    def recall(b: Batch, beta: float) -> Tensor:
+        key = (id(b.logp_NT), id(b.old_logp_NT), id(b.ref_logp_NT), beta, *b.advantages_N.tolist())
+        if key not in known:
+            known[key] = b, compute(b, beta)  # the batch is kept, so that nothing else gets its ids
+        return known[key][1]
+
+    return recall
 
 
 @contextlib.contextmanager
@@ -301,7 +324,7 @@ def describe(a: Algorithm) -> dict[str, Any]:
         "clip_bounds": bounds,
         "kl_in_clip": loss.kl_inside if loss.divergence != "none" else None,
         "level": loss.level,
-        "advantage": a.advantage.kind,
+        "advantage": advantage_text(a.advantage),
         "reduction": loss.reduction,
         "reference": a.reference,
         "formula": a.formula,
@@ -315,7 +338,8 @@ def _options(a: Algorithm) -> dict[str, Any]:
     of_loss = {f.name: getattr(a.loss, f.name) for f in fields(a.loss) if f.name not in ("clip", "mismatch")}
     of_clip = {} if a.loss.clip is None else _clip_fields(a.loss.clip)
     around = ("reference", "dynamic_sampling", "overlong_penalty", "curvature_gate")
-    return of_loss | of_clip | {"advantage": a.advantage.kind} | {name: getattr(a, name) for name in around}
+    advantage = {f.name: getattr(a.advantage, f.name) for f in fields(a.advantage)}
+    return of_loss | of_clip | {"advantage": advantage} | {name: getattr(a, name) for name in around}
 
 
 def _clip_fields(rule: Clip) -> dict[str, Any]:
@@ -335,6 +359,18 @@ def clip_text(rule: Clip | None) -> str:
     return f"{type(rule).__name__}{bounds}" + "".join(texts)
 
 
+def advantage_text(advantage: Advantage) -> str:
+    """reward-to-go, whiten, beta=0.01"""
+    chosen = {f.name: getattr(advantage, f.name) for f in fields(advantage) if f.name != "kind"}
+    return advantage.kind + "".join(f", {k}" if v is True else f", {k}={v:g}" for k, v in chosen.items() if v)
+
+
+def _call(advantage: Advantage) -> str:
+    """Advantage('reward-to-go', whiten=True, beta=0.01)"""
+    chosen = [f"{f.name}={v!r}" for f in fields(advantage) if (v := getattr(advantage, f.name)) != f.default]
+    return f"Advantage({', '.join(text.removeprefix('kind=') for text in chosen)})"
+
+
 def _show_algorithms(chosen: list[Algorithm]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -344,7 +380,7 @@ def _show_algorithms(chosen: list[Algorithm]) -> None:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("name\npaper", "KL, β\nreference", "estimator\nlevel", "clip\nKL in it", "advantage\nreduction"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, min_width=23 if title.startswith("clip") else None)
     for a in chosen:
         d = describe(a)
         inside = {True: "KL inside", False: "KL outside", None: ""}[d["kl_in_clip"]]
@@ -369,7 +405,7 @@ def _show_algorithm(a: Algorithm) -> None:
         for key in ("divergence", "estimator", "clip", "level", "advantage", "reduction", "reference"):
             to.print(f"{key:<12} {d[key]}")
         to.print(Text(f'\nrpg.algorithm("{a.name}", option=…), where option is', style="bold"))
-        for key, value in d["options"].items():
+        for key, value in (d["options"] | {"clip": a.loss.clip, "advantage": _call(a.advantage)}).items():
             to.print(f"  {key:<{width}}  {value}")
 
 

@@ -40,7 +40,7 @@ def diagnose(
     w, valid = view.ratios.w.detach(), view.valid
     out["ess"] = _effective(w, valid)  # effective sample size, as a fraction of the samples
     out |= {f"ratio/{name}": value for name, value in _quantiles(w, valid).items()}
-    out["ratio/max"] = (w * valid).max()
+    out["ratio/max"] = _max(w * valid)
     out["bounded"] = _mean(view.log_w.detach().abs() > limit, valid)  # exponents held at ±max_log_ratio
 
     if loss.kl_to_go:  # its running products of ratios are exponents too
@@ -82,7 +82,7 @@ def diagnose(
 
     if x.rollout is not None:  # the sampler's engine against the trainer's forward pass
         log_rho = x.log_ratio(x.old, x.rollout)
-        out["mismatch/max_log_ratio"] = log_rho.abs().max()
+        out["mismatch/max_log_ratio"] = _max(log_rho.abs())
         log_rho = log_rho.clamp_(-limit, limit)
         out["mismatch/kl"] = _mean(k3(log_rho), mask)  # KL(sampler‖old)
         out["mismatch/ess"] = _effective(log_rho.exp(), mask)
@@ -97,10 +97,14 @@ def _mean(values: Tensor, weight: Tensor) -> Tensor:
     return values.flatten().to(weight.dtype).dot(weight) / weight.sum()
 
 
+def _max(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_tensor(math.nan)
+
+
 def _effective(w: Tensor, valid: Tensor) -> Tensor:
     """(Σw)² / (n·Σw²), relative to the largest w, so that no square overflows."""
     w = w * valid
-    w = w / w.max()
+    w = w / _max(w)
     return w.sum().square() / (valid.sum() * w.square().sum())
 
 

@@ -47,7 +47,9 @@ def test_every_way_to_name_a_loss_gives_the_same_numbers(tmp_path):
 
 
 def test_a_module_path_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "audited_module.py").write_text("def fn(logp, old_logp, advantages, mask): return (logp * mask).sum()\n")
+    (tmp_path / "audited_module.py").write_text(
+        "def fn(logp, old_logp, advantages, mask): return (logp * mask).sum()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert audit.resolve("audited_module:fn").name == "audited_module:fn"
     del sys.modules["audited_module"]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -140,7 +141,8 @@ def _table(report: Report, columns: list[Column]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in columns:
         title = column.title.replace(" ", "\n") if " " in column.title else f"\n{column.title}"
-        table.add_column(title, justify="right" if column.number else "left", no_wrap=column is not _LOSS)
+        justify: Literal["left", "right"] = "right" if column.number else "left"
+        table.add_column(title, justify=justify, no_wrap=column is not _LOSS, overflow="fold")
     for group in report.groups:
         table.add_section()
         table.add_row(Text(group.heading, style="bold"))
