@@ -247,7 +247,8 @@ def test_long_lists_of_names_are_cut_with_their_number():
     assert len(rows) == 2
     shown = sum(row.count("a-long-name") for row in rows)
     assert rows[-1].endswith(f" · {40 - shown} more")
-    assert picture.wrap("one · two", 400, 2) == ["one · two"]
+    assert picture.wrap("one · two; three · four", 400, 2) == ["one · two; three · four"]
+    assert picture.wrap("one · two; three · four", 80, 2) == ["one · two;", "three · four"]
     assert picture.wrap("", 400, 2) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from html import escape
 
@@ -117,9 +118,9 @@ def wrap(text: str, width: float, most: int, size: float = 11.5) -> list[str]:
         return []
     fits = int(width / (0.56 * size))
     rows: list[str] = [""]
-    names = text.split(" · ")
+    names = re.split(r" · |(?<=;) ", text)
     for i, name in enumerate(names):
-        joined = f"{rows[-1]} · {name}" if rows[-1] else name
+        joined = rows[-1] + (" " if rows[-1].endswith(";") else " · ") + name if rows[-1] else name
         if len(joined) <= fits:
             rows[-1] = joined
         elif len(rows) < most:
