@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .advantages import Advantage
     from .algorithms import Algorithm
-    from .audit import Batch, Subject
-    from .audit.measure import Coefficients
+    from .audit import Subject
     from .audit.peers import Peer
     from .audit.summary import Report
     from .clipping import Clip
@@ -92,7 +89,7 @@ def one_line(prefix: str, kind: type[Exception] = Exception) -> Iterator[None]:
 # ---- rpg audit -------------------------------------------------------------------------------------------------------
 
 AUDIT_HELP = """\
-Compare the expected gradient of each LOSS with the exact gradient of the objective it claims: every response of a
+Compare the expected gradient of each LOSS with the exact gradient of its objective: every response of a
 small policy is enumerated in float64, on-policy, off-policy with ref = old, and with three different policies."""
 
 AUDIT_EXAMPLES = """\
@@ -198,7 +195,7 @@ def _subjects(args: argparse.Namespace) -> tuple[list[Subject], list[str]]:
 
         rows, messages = peers(args.verl_python)
         subjects += [_of_peer(peer) for peer in rows]
-    return [_remembering(subject) for subject in subjects], messages
+    return subjects, messages
 
 
 def _subject(name: str, args: argparse.Namespace) -> Subject:
@@ -222,30 +219,12 @@ def _of_peer(peer: Peer) -> Subject:
         name=peer.name,
         source=peer.source,
         divergence=peer.divergence,
-        objective=getattr(peer, "objective", "token"),
+        objective=peer.objective,
         coefficients=peer.coefficients,
         clipped=peer.clipped,
         note=peer.note,
         dtype=peer.dtype,
     )
-
-
-def _remembering(subject: Subject) -> Subject:
-    """The same, its coefficients computed once per batch: the audit asks again for every objective."""
-    clipped = None if subject.clipped is None else _remembered(subject.clipped)
-    return replace(subject, coefficients=_remembered(subject.coefficients), clipped=clipped)
-
-
-def _remembered(compute: Coefficients) -> Coefficients:
-    known: dict[tuple[object, ...], tuple[Batch, Tensor]] = {}
-
-    def recall(b: Batch, beta: float) -> Tensor:
-        key = (id(b.logp_NT), id(b.old_logp_NT), id(b.ref_logp_NT), beta, *b.advantages_N.tolist())
-        if key not in known:
-            known[key] = b, compute(b, beta)  # the batch is kept, so that nothing else gets its ids
-        return known[key][1]
-
-    return recall
 
 
 @contextlib.contextmanager

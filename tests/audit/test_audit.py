@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rpg import PolicyLoss, algorithm, audit, clip
-from rpg.audit.measure import calibrate, cut_tokens, measure
+from rpg.audit.measure import calibrate, measure, observe
 from rpg.audit.problem import SCENARIOS, Problem
 
 EXACT = 1e-10
@@ -152,7 +152,7 @@ def test_the_scale_takes_out_one_over_the_length_where_lengths_are_fixed():
     per_response = audit.resolve(PolicyLoss("none", 0, reduction="seq-mean-token-mean"))
     for scenario in SCENARIOS:
         problem = Problem(scenario, variable=False, seed=0)
-        assert calibrate(per_response, problem, "token") == pytest.approx(problem.length, rel=1e-9)
+        assert calibrate(observe(per_response, problem), problem, "token") == pytest.approx(problem.length, rel=1e-9)
         assert measure(per_response, problem).bias < EXACT
         assert measure(per_response, Problem(scenario, variable=True, seed=0)).bias > 0.05
 
@@ -266,8 +266,7 @@ def test_the_tokens_cut_are_those_beyond_the_box():
     subject = audit.resolve(PolicyLoss("none", 0, clip=rule))
     w_NT, a_N1 = (b.logp_NT - b.old_logp_NT).exp(), b.advantages_N.unsqueeze(-1)
     beyond_NT = (((a_N1 > 0) & (w_NT > 1.2)) | ((a_N1 < 0) & (w_NT < 0.8))) & b.mask_NT
-    cut_NT = cut_tokens(subject.clipped, subject.coefficients, b, 0.1)
-    assert torch.equal(cut_NT, beyond_NT)
+    assert torch.equal(observe(subject, problem).cut, beyond_NT)
     weight_NT = problem.probability_N.unsqueeze(-1) * b.mask_NT
     assert measure(subject, problem).cut == pytest.approx(float((weight_NT * beyond_NT).sum() / weight_NT.sum()))
 
@@ -275,7 +274,7 @@ def test_the_tokens_cut_are_those_beyond_the_box():
 def test_variance_is_that_of_sampling_one_response():
     problem = Problem(THREE_POLICIES, False, 1)
     subject = audit.resolve("rpg-reinforce-urkl")
-    c_NT = subject.coefficients(problem.batch, problem.beta) * calibrate(subject, problem, "token")
+    c_NT = subject.coefficients(problem.batch, problem.beta) * calibrate(observe(subject, problem), problem, "token")
     g_NP = torch.einsum("nt,ntp->np", c_NT, problem.score_NTP)
     mean_P = (problem.probability_N.unsqueeze(-1) * g_NP).sum(0)
     spread = (problem.probability_N * (g_NP - mean_P).square().sum(-1)).sum()

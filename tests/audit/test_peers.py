@@ -210,8 +210,10 @@ def test_rows_are_labelled():
     for name, peer in rows.items():
         assert peer.divergence == ("none" if name.endswith("(no KL)") else "rkl")
         library, installed = peer.source.split()
-        assert name.startswith(library.removesuffix("-kernel")) and installed[0].isdigit()
-        assert peer.note and "\n" not in peer.note
+        assert name.startswith(library.removesuffix("-kernel"))
+        assert installed[0].isdigit()
+        assert peer.note
+        assert "\n" not in peer.note
 
 
 def test_missing_peers_are_named_in_one_line_each(monkeypatch):
@@ -233,7 +235,8 @@ def test_an_interpreter_without_verl_is_reported(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "version", only_missing)
     _, messages = peers(verl_python=str(tmp_path / "no-such-python"))
-    assert messages[-1].startswith("verl cannot be used: FileNotFoundError") and "\n" not in messages[-1]
+    assert messages[-1].startswith("verl cannot be used: FileNotFoundError")
+    assert "\n" not in messages[-1]
 
 
 def test_sources_name_the_installed_version():

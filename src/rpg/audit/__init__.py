@@ -7,13 +7,13 @@ autograd on the exact objective, on-policy, off-policy with ref = old, and with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any
 
 from ..algorithms import Algorithm
 from ..losses import PolicyLoss
-from .measure import Measurement, Subject, measure
+from .measure import Measurement, Subject, measure, observe
 from .problem import SCENARIOS, Batch, Problem
 from .subjects import resolve
 
@@ -51,6 +51,7 @@ class Row:
     cosine: float
     variance: float
     kl_bias: float | None
+    kl_variance: float | None
     clipped_bias: float | None
     cut: float | None
     left: float | None
@@ -100,8 +101,10 @@ def run(
     for subject in subjects:
         progress(subject.name)
         for (scenario, variable), instances in problems.items():
+            seen = [observe(subject, problem) for problem in instances]
             for objective in dict.fromkeys((subject.objective, *OBJECTIVES)):
-                found = [measure(subject, problem, objective) for problem in instances]
+                found = [measure(subject, p, objective, s) for p, s in zip(instances, seen, strict=True)]
+                means = {f.name: _mean(getattr(m, f.name) for m in found) for f in fields(Measurement)}
                 rows.append(
                     Row(
                         name=subject.name,
@@ -112,14 +115,8 @@ def run(
                         own=objective == subject.objective,
                         scenario=scenario,
                         lengths="variable" if variable else "fixed",
-                        bias=fmean(m.bias for m in found),
                         worst_bias=max(m.bias for m in found),
-                        cosine=fmean(m.cosine for m in found),
-                        variance=fmean(m.variance for m in found),
-                        kl_bias=_mean(m.kl_bias for m in found),
-                        clipped_bias=_mean(m.clipped_bias for m in found),
-                        cut=_mean(m.cut for m in found),
-                        left=_mean(m.left for m in found),
+                        **means,  # type: ignore[arg-type]
                     )
                 )
     return Audit(rows, seeds, beta, drift, list(messages))

@@ -31,84 +31,91 @@ class Subject:
 class Measurement:
     """One subject on one problem against one objective. Sizes are relative to |∇J|."""
 
-    name: str
-    source: str
-    divergence: str
-    objective: str
-    scenario: str
-    lengths: str
-    seed: int
     bias: float  # |E[g] − ∇J| / |∇J|
     cosine: float
     variance: float  # E|g − E[g]|² / |∇J|²
     kl_bias: float | None  # the same with all rewards zero: the KL term alone; None without a KL term or where ∇D = 0
-    clipped_bias: float | None = None
-    cut: float | None = None  # share of tokens (under μ) that the clip cuts off from the reward
-    left: float | None = None  # |expected gradient that remains on those tokens| / |∇J|
+    kl_variance: float | None  # over |β·∇D|²
+    clipped_bias: float | None  # with the clip in place
+    cut: float | None  # share of tokens (under μ) that the clip cuts off from the reward
+    left: float | None  # |expected gradient that remains on those tokens| / |∇J|
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything a subject was asked on one problem; all [N,T], in the loss's own scale."""
+
+    plain: Tensor
+    at_rest: Tensor  # where π = μ = ref
+    unrewarded: Tensor | None  # all rewards zero; None without a KL term
+    clipped: Tensor | None
+    cut: Tensor | None  # bool
+
+
+def observe(subject: Subject, problem: Problem) -> Observation:
+    b, beta = problem.batch, problem.beta
+    plain = subject.coefficients(b, beta)
+    unrewarded = clipped = cut = None
+    if subject.divergence != "none":
+        unrewarded = subject.coefficients(replace(b, advantages_N=torch.zeros_like(b.advantages_N)), beta)
+    if subject.clipped is not None:
+        # A cut token's gradient no longer answers to the reward, though it does without the clip.
+        more = replace(b, advantages_N=b.advantages_N * (1 + 1e-3))
+        clipped = subject.clipped(b, beta)
+        answer_NT = (subject.clipped(more, beta) - clipped).abs()
+        cut = (answer_NT < 0.01 * (subject.coefficients(more, beta) - plain).abs()) & b.mask_NT
+    return Observation(plain, subject.coefficients(problem.at_rest.batch, beta), unrewarded, clipped, cut)
 
 
 def expected_gradient(problem: Problem, c_NT: Tensor) -> Tensor:
     return torch.einsum("n,nt,ntp->p", problem.probability_N, c_NT, problem.score_NTP)
 
 
-def relative(error: Tensor, exact: Tensor) -> float:
-    return float(error.norm() / exact.norm())
+def total_variance(problem: Problem, c_NT: Tensor) -> float:
+    """E|g − E[g]|² of one response's gradient."""
+    gradient_NP = torch.einsum("nt,ntp->np", c_NT, problem.score_NTP)
+    centred_NP = gradient_NP - expected_gradient(problem, c_NT)
+    return float(problem.probability_N @ centred_NP.square().sum(-1))
 
 
-def calibrate(subject: Subject, problem: Problem, objective: str) -> float:
+def calibrate(seen: Observation, problem: Problem, objective: str) -> float:
     """The scale of the loss's denominator, fitted where every method must agree: π = μ = ref, ∇J = ∇E[R]."""
-    rest = problem.at_rest
-    got = expected_gradient(rest, subject.coefficients(rest.batch, problem.beta))
-    meant = -rest.objective_gradient(objective, "none")
+    got = expected_gradient(problem.at_rest, seen.at_rest)
+    meant = -problem.at_rest.objective_gradient(objective, "none")
     scale = float(got @ meant / (got @ got).clamp(min=1e-300))
     return scale if scale > 0 else 1.0
 
 
-def cut_tokens(clipped: Coefficients, plain: Coefficients, b: Batch, beta: float) -> Tensor:
-    """[N,T] bool: tokens whose gradient no longer answers to the reward, though it does without the clip."""
-    more = replace(b, advantages_N=b.advantages_N * (1 + 1e-3))
-    answers = [(c(more, beta) - c(b, beta)).abs() for c in (clipped, plain)]
-    return (answers[0] < 0.01 * answers[1]) & b.mask_NT
-
-
-def measure(subject: Subject, problem: Problem, objective: str | None = None) -> Measurement:
+def measure(
+    subject: Subject, problem: Problem, objective: str | None = None, seen: Observation | None = None
+) -> Measurement:
     objective = objective or subject.objective
-    b, scale = problem.batch, calibrate(subject, problem, objective)
+    seen = seen or observe(subject, problem)
+    scale = calibrate(seen, problem, objective)
     descent = -problem.objective_gradient(objective, subject.divergence)
     size = float(descent.norm())
-    c_NT = scale * subject.coefficients(b, problem.beta)
-    mean = expected_gradient(problem, c_NT)
-    sample_NP = torch.einsum("nt,ntp->np", c_NT, problem.score_NTP)
-    second_moment = float(problem.probability_N @ sample_NP.square().sum(-1))
+    mean = expected_gradient(problem, scale * seen.plain)
 
-    kl_bias = None
-    if subject.divergence != "none":
+    def bias(c_NT: Tensor, exact: Tensor) -> float:
+        return float((expected_gradient(problem, scale * c_NT) - exact).norm() / exact.norm())
+
+    kl_bias = kl_variance = clipped_bias = cut = left = None
+    if seen.unrewarded is not None:
         kl_descent = -problem.objective_gradient(objective, subject.divergence, rewarded=False)
         if kl_descent.norm() > 1e-9 * size:
-            unrewarded = replace(b, advantages_N=torch.zeros_like(b.advantages_N))
-            kl_c_NT = scale * subject.coefficients(unrewarded, problem.beta)
-            kl_bias = relative(expected_gradient(problem, kl_c_NT) - kl_descent, kl_descent)
-
-    clipped_bias = cut = left = None
-    if subject.clipped is not None:
-        clipped_NT = scale * subject.clipped(b, problem.beta)
-        cut_NT = cut_tokens(subject.clipped, subject.coefficients, b, problem.beta)
-        clipped_bias = relative(expected_gradient(problem, clipped_NT) - descent, descent)
-        weight_NT = problem.probability_N.unsqueeze(-1) * b.mask_NT
-        cut = float((weight_NT * cut_NT).sum() / weight_NT.sum())
-        left = float(expected_gradient(problem, clipped_NT * cut_NT).norm()) / size
+            kl_bias = bias(seen.unrewarded, kl_descent)
+            kl_variance = total_variance(problem, scale * seen.unrewarded) / float(kl_descent @ kl_descent)
+    if seen.clipped is not None and seen.cut is not None:
+        clipped_bias = bias(seen.clipped, descent)
+        weight_NT = problem.probability_N.unsqueeze(-1) * problem.mask_NT
+        cut = float((weight_NT * seen.cut).sum() / weight_NT.sum())
+        left = float(expected_gradient(problem, scale * seen.clipped * seen.cut).norm()) / size
     return Measurement(
-        name=subject.name,
-        source=subject.source,
-        divergence=subject.divergence,
-        objective=objective,
-        scenario=problem.scenario,
-        lengths="variable" if problem.variable else "fixed",
-        seed=problem.seed,
-        bias=relative(mean - descent, descent),
+        bias=bias(seen.plain, descent),
         cosine=float(torch.nn.functional.cosine_similarity(mean, descent, dim=0)),
-        variance=(second_moment - float(mean @ mean)) / size**2,
+        variance=total_variance(problem, scale * seen.plain) / size**2,
         kl_bias=kl_bias,
+        kl_variance=kl_variance,
         clipped_bias=clipped_bias,
         cut=cut,
         left=left,

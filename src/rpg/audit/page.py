@@ -74,8 +74,8 @@ def headline(report: Report) -> str:
     if total == 1:
         return finding(report).rstrip(".")
     if wrong == 0:
-        return f"All {total} losses have the gradient they claim"
-    return f"{wrong} of {total} policy-gradient losses miss the gradient they claim"
+        return f"All {total} losses have the exact gradient"
+    return f"{total - wrong} of {total} policy-gradient losses have the exact gradient"
 
 
 def _header(report: Report, title: str) -> list[str]:
@@ -247,43 +247,40 @@ def variance_section(report: Report) -> str:
     """Unbiased token-level losses of rpg, one row per divergence: what is left to choose by."""
     chosen: dict[str, Line] = {}
     for line in report.lines:
-        own = line.subject.source.startswith("rpg") and line.subject.objective == "token"
+        own = line.subject.source.startswith("rpg") and line.subject.objective == "token" and line.has_kl
         if own and line.right_where == "everywhere":
             chosen.setdefault(line.subject.divergence, line)
     if len(chosen) < 2:
         return ""
-    highest = max(line.row(s, n).variance for line in chosen.values() for s in SCENARIOS for n in LENGTHS)
-    step = 10 ** math.floor(math.log10(highest))
-    scale = linear_scale(highest * 1.02)
-    ticks = [(k * step, f"{k * step:g}", True) for k in range(int(highest / step) + 1)]
+    values = [v for line in chosen.values() for s in SCENARIOS for n in LENGTHS if (v := line.row(s, n).kl_variance)]
+    decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
+    scale = log_scale(10.0 ** decades[0], 10.0 ** decades[-1])
+    ticks = [(10.0**k, f"{10.0**k:g}", True) for k in decades]
     bodies = []
     for lengths in LENGTHS:
         rows = [tag("tr", tag("th", LENGTH_NAMES[lengths].capitalize(), colspan=4, scope="rowgroup"))]
-        for divergence, line in sorted(chosen.items(), key=lambda item: item[0] != "none"):
-            values = (line.row(s, lengths).variance for s in SCENARIOS)
-            cells = (tag("td", dot_strip(v, two_digits(v), "plain", scale, ticks)) for v in values)
-            name = "no KL" if divergence == "none" else divergence
-            rows.append(tag("tr", tag("th", escape(name), scope="row"), *cells))
+        for divergence, line in chosen.items():
+            found = (line.row(s, lengths).kl_variance or 0.0 for s in SCENARIOS)
+            cells = (tag("td", dot_strip(v, two_digits(v), "plain", scale, ticks)) for v in found)
+            rows.append(tag("tr", tag("th", escape(divergence), scope="row"), *cells))
         bodies.append(tag("tbody", *rows, class_="group"))
     head = tag("thead", tag("tr", tag("th"), _scenario_heads()))
     foot = tag("tfoot", tag("tr", tag("th"), *(tag("td", axis(scale, ticks)) for _ in SCENARIOS)))
-    regularised = {d: line.row(THREE_POLICIES).variance for d, line in chosen.items() if d != "none"}
-    extremes = ""
-    if len(regularised) > 1:
-        least, most = min(regularised, key=regularised.__getitem__), max(regularised, key=regularised.__getitem__)
-        extremes = (
-            f" With three policies and fixed lengths {least} has the lowest ({two_digits(regularised[least])}) "
-            f"and {most} the highest ({two_digits(regularised[most])})."
-        )
+    final = {d: line.row(THREE_POLICIES).kl_variance or 0.0 for d, line in chosen.items()}
+    least, most = min(final, key=final.__getitem__), max(final, key=final.__getitem__)
     caption = tag(
         "figcaption",
-        "Variance of one response's gradient, E|g − E[g]|², over |∇J|². Rewards are used as they come, without a "
-        f"baseline, and make up most of it.{extremes}",
+        "Variance of the KL term of one response's gradient (all rewards zero), E|g − E[g]|² over |β·∇D|², logarithmic "
+        f"axis. With three policies and fixed lengths {least} has the lowest ({two_digits(final[least])}) and {most} "
+        f"the highest ({two_digits(final[most])}).",
     )
     return tag(
         "section",
         tag("h2", "Variance: what is left to choose by"),
-        tag("p", "Among losses without bias the divergence is free, and so is a baseline. They differ in noise."),
+        tag(
+            "p",
+            "KL and unnormalised KL have the same expected gradient; their samples differ by a baseline, so in noise.",
+        ),
         tag("figure", tag("table", _widths("name", *["plotted"] * 3), head, *bodies, foot, class_="plot"), caption),
         id="variance",
     )
@@ -353,8 +350,8 @@ def table_section(report: Report) -> str:
     caption = tag(
         "figcaption",
         escape(
-            "Relative bias |E[g] − ∇J| / |∇J| against the objective that the loss claims; the KL term alone with three "
-            f"policies. “ascends” is its divergence and the level its ratios are exact at. “right” is {where}."
+            "Relative bias |E[g] − ∇J| / |∇J| against the objective of the loss's own level; the KL term alone with "
+            f"three policies. “ascends” is its divergence and the level its ratios are exact at. “right” is {where}."
         ),
     )
     return tag(
@@ -392,7 +389,7 @@ def details(report: Report) -> str:
     explained = tag(
         "p",
         "All with three policies and fixed lengths. “vs. sequence” is the bias against the sequence objective, "
-        "whatever the loss claims; “variance” is over |∇J|²; “cut” is the share of tokens that the clip cuts off from "
+        "whatever its level; “variance” is over |∇J|²; “cut” is the share of tokens that the clip cuts off from "
         "the reward, “left” the gradient that remains on them over |∇J|; “clipped bias” is the bias with the clip on.",
     )
     table = tag("div", tag("table", head, *bodies, class_="details"), class_="scroll")

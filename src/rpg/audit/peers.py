@@ -52,7 +52,9 @@ class Peer:
     @property
     def objective(self) -> str:
         """The objective that the peer's importance weights are exact for, where they are exact at all."""
-        return "geometric" if "gspo" in self.name else "sequence" if "rloo" in self.name else "token"
+        if "gspo" in self.name or "geo_mean" in self.name:
+            return "geometric" if self.divergence == "none" else "geometric, token KL"
+        return "sequence" if "rloo" in self.name else "token"
 
 
 def peers(verl_python: str | None = None) -> tuple[list[Peer], list[str]]:

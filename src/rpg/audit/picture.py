@@ -26,7 +26,7 @@ def svg(report: Report) -> str:
         'font-family="system-ui, -apple-system, \'Segoe UI\', Roboto, Helvetica, Arial, sans-serif" role="img">',
         "<title>Relative bias of the KL-regularised gradient, off-policy, by library</title>",
         f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="10" fill="{CARD}" stroke="#d4d4cc"/>',
-        _text(24, 32, "Does the loss have the KL-regularised gradient it claims?", 17, INK, weight=600),
+        _text(24, 32, "How far is the gradient from that of E[R] − β·KL?", 17, INK, weight=600),
         _text(24, 53, f"Relative bias off-policy, where π, μ and ref all differ; {report.setup}", 13, MUTED),
         *_axis(height),
     ]

@@ -144,7 +144,7 @@ class Problem:
         return {}
 
     def objective_gradient(self, kind: str, divergence: str, rewarded: bool = True) -> Tensor:
-        """∇J of ``sequence``, ``token`` or ``geometric`` kind, flattened, by autograd on the exact sum.
+        """∇J of one kind of objective, flattened, by autograd on the exact sum.
 
         Without ``rewarded`` all rewards are zero, which leaves −β·∇D.
         """
@@ -152,7 +152,12 @@ class Problem:
         if key not in self._gradients:
             theta = self.theta.clone().requires_grad_()
             rewards_N = self.rewards_N if rewarded else torch.zeros_like(self.rewards_N)
-            value = {"sequence": self._sequence, "token": self._token, "geometric": self._geometric}[kind]
+            value = {
+                "sequence": self._sequence,
+                "token": self._token,
+                "geometric": self._geometric,
+                "geometric, token KL": self._geometric_token_kl,
+            }[kind]
             (gradient,) = torch.autograd.grad(value(theta, divergence, rewards_N), theta)
             self._gradients[key] = gradient.flatten()
         return self._gradients[key]
@@ -164,18 +169,20 @@ class Problem:
 
     def _token(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """States and continuations frozen at μ: Σ_h μ(h)·{E_{a~π}[Q^μ(h,a)] − β·D(π(·|h), ref(·|h))}."""
-        ref = self._draws[3]
-        pi_SV, ref_SV = self.logits_SV(theta).softmax(-1), self.logits_SV(ref).softmax(-1)
-        reach_SV = torch.zeros_like(ref_SV)  # μ(h,a): the probability that a response passes through h and then a
-        weighted_SV = torch.zeros_like(ref_SV)  # the same times the mean reward of what follows, μ(h,a)·Q^μ(h,a)
+        pi_SV = self.logits_SV(theta).softmax(-1)
+        reach_SV = torch.zeros_like(pi_SV)  # μ(h,a): the probability that a response passes through h and then a
+        weighted_SV = torch.zeros_like(pi_SV)  # the same times the mean reward of what follows, μ(h,a)·Q^μ(h,a)
         for n, t in self.mask_NT.nonzero().tolist():
             state, token = self.state_NT[n, t], self.tokens_NT[n, t]
             reach_SV[state, token] += self.probability_N[n]
             weighted_SV[state, token] += self.probability_N[n] * rewards_N[n]
         q_SV = weighted_SV / reach_SV
         visits_S = reach_SV.sum(-1)
-        kl_S = torch.stack([_kl(p, r, divergence) for p, r in zip(pi_SV, ref_SV, strict=True)])
-        return (visits_S * ((pi_SV * q_SV).sum(-1) - self.beta * kl_S)).sum()
+        return (visits_S * ((pi_SV * q_SV).sum(-1) - self.beta * self._kl_S(theta, divergence))).sum()
+
+    def _kl_S(self, theta: Tensor, divergence: str) -> Tensor:
+        pi_SV, ref_SV = self.logits_SV(theta).softmax(-1), self.logits_SV(self._draws[3]).softmax(-1)
+        return torch.stack([_kl(p, r, divergence) for p, r in zip(pi_SV, ref_SV, strict=True)])
 
     def _geometric(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """What the sequence-mean level optimises: each response's probability replaced by its |y|-th root.
@@ -187,6 +194,14 @@ class Problem:
         pi_N, mu_N, ref_N = ((x.sum(-1) / length_N).exp() for x in (logp_NT, b.old_logp_NT, b.ref_logp_NT))
         measure_N = self.probability_N / mu_N
         return (measure_N * pi_N * rewards_N).sum() - self.beta * _kl(pi_N, ref_N, divergence, measure_N)
+
+    def _geometric_token_kl(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
+        """GSPO with a KL term as others add it: the geometric reward, and the KL of a response's states, averaged."""
+        length_N = self.mask_NT.sum(-1)
+        visits_S = torch.zeros(len(self.prefixes), dtype=theta.dtype)
+        for n, t in self.mask_NT.nonzero().tolist():
+            visits_S[self.state_NT[n, t]] += self.probability_N[n] / length_N[n]
+        return self._geometric(theta, "none", rewards_N) - self.beta * (visits_S * self._kl_S(theta, divergence)).sum()
 
 
 def _kl(p: Tensor, q: Tensor, divergence: str, measure: Tensor | float = 1.0) -> Tensor:

@@ -65,7 +65,7 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
     parameters = inspect.signature(fn).parameters
     known = ("logp", "old_logp", "advantages", "mask", "ref_logp")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    by_name = all(k in parameters for k in known[:4])
+    by_name = takes_any or all(k in parameters for k in known[:4])
 
     def compute(b: Batch, beta: float) -> Tensor:
         logp_NT = b.logp_NT.clone().requires_grad_()

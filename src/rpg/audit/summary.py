@@ -19,7 +19,7 @@ LENGTHS = ("fixed", "variable")
 ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
 SHORT = {ON_POLICY: "on-policy", REF_IS_OLD: "ref=old", THREE_POLICIES: "three policies"}
 LIBRARIES = {"trl": "TRL", "liger-kernel": "Liger", "user": "your losses"}
-LEVEL_NAMES = {"token": "token", "sequence": "seq.", "geometric": "geo."}
+LEVEL_NAMES = {"token": "token", "sequence": "seq.", "geometric": "geo.", "geometric, token KL": "geo."}
 
 
 def grade(bias: float | None) -> str:
@@ -82,10 +82,7 @@ class Line:
         return self.row(scenario, lengths).bias
 
     def kl_bias(self, scenario: str = THREE_POLICIES) -> float | None:
-        """A GSPO-like loss may mean the KL of geometric means or of tokens: it gets the closer one."""
-        allowed = {self.subject.objective} | ({"token"} if self.subject.objective == "geometric" else set())
-        biases = [self.row(scenario, objective=objective).kl_bias for objective in sorted(allowed)]
-        return min((b for b in biases if b is not None), default=None)
+        return self.row(scenario).kl_bias
 
     @property
     def worst_variable(self) -> float:
@@ -123,7 +120,7 @@ class Line:
 
     @property
     def right_where(self) -> str:
-        """Where its expected gradient is that of the objective it claims."""
+        """Where its expected gradient is exact."""
         right = {(s, n) for s in SCENARIOS for n in LENGTHS if is_right(self.bias(s, n))}
         if len(right) == len(SCENARIOS) * len(LENGTHS):
             return "everywhere"
@@ -244,18 +241,16 @@ def _without_nan(x: Any) -> Any:
 
 
 def finding(report: Report) -> str:
-    """How many losses have the gradient they claim, and what the others need for it."""
+    """How many losses are exact, and what the others need for it."""
     total = len(report.lines)
     counts = {where: sum(line.right_where == where for line in report.lines) for where in RIGHT_WHERE}
     if total == 1:
         where = report.lines[0].right_where
-        return f"{report.lines[0].label} has the gradient it claims {RIGHT_WHERE[where]}."
+        return f"{report.lines[0].label} has the exact gradient {RIGHT_WHERE[where]}."
     if counts["everywhere"] == total:
-        return f"All {total} losses have the gradient they claim in every setting."
+        return f"All {total} losses have the exact gradient in every setting."
     others = [f"{n} {_ONLY[where]}" for where, n in counts.items() if n and where != "everywhere"]
-    return (
-        f"{counts['everywhere']} of {total} losses have the gradient they claim in every setting; {', '.join(others)}."
-    )
+    return f"{counts['everywhere']} of {total} losses have the exact gradient in every setting; {', '.join(others)}."
 
 
 _ONLY = {

@@ -55,7 +55,7 @@ def _scenario_columns(lengths: str, meanings: dict[str, str]) -> list[Column]:
 _LOSS = Column("loss", "", _plain(lambda line: line.label), number=False)
 _CLAIM = Column(
     "ascends",
-    "the objective it claims, E[R] − β·D: its D, and the level its ratios are exact at",
+    "the objective it is held to, E[R] − β·D: its D, and the level its ratios are exact at",
     _plain(lambda line: line.claim),
     number=False,
 )
@@ -78,7 +78,7 @@ _KL = Column(
 )
 _SEQUENCE = Column(
     "sequence",
-    "relative bias against the sequence objective, whatever it claims; three policies",
+    "relative bias against the sequence objective, whatever its level; three policies",
     _bias(lambda line: line.row(THREE_POLICIES, objective="sequence").bias),
 )
 _VARIANCE = Column(
