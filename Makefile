@@ -33,7 +33,7 @@ audit: $(VENV)/ready $(VERL)/ready            ## every loss, and the real losses
 	$(BIN)/rpg audit --peers
 
 audit-page: $(VENV)/ready $(VERL)/ready            ## the same, written into docs/
-	$(BIN)/rpg audit --peers --json docs/audit.json --html docs/audit.html --svg docs/audit.svg --markdown docs/audit.md
+	$(BIN)/rpg audit --peers --html docs/audit.html --svg docs/audit.svg --markdown docs/audit-table.md
 
 bench: $(VENV)/ready            ## the loss's overhead over a hand-written expression
 	$(BIN)/python benchmarks/loss_overhead.py
