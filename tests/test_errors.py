@@ -189,6 +189,13 @@ def test_rules_must_be_rules(name, value):
     one_line(error, name, "rpg.")
 
 
+def test_small_numbers_are_allowed():
+    assert PolicyLoss(max_log_ratio=0.5).max_log_ratio == 0.5
+    assert PolicyLoss(reduction="constant", constant=0.5).constant == 0.5
+    assert PolicyLoss(kl_ratio_cap=0.5).kl_ratio_cap == 0.5
+    assert PolicyLoss(max_log_ratio=80, beta=0).beta == 0
+
+
 def test_replace_suggests_the_nearest():
     with pytest.raises(ValueError) as error:
         PolicyLoss().replace(bta=1)
@@ -227,6 +234,7 @@ def test_impossible_bounds(rule):
         (lambda: clip.KL3(-1.0), "delta"),
         (lambda: clip.KL3(math.inf), "delta"),
         (lambda: clip.KL3(math.nan), "delta"),
+        (lambda: clip.KL3(100.5), "delta"),
         (lambda: clip.KL3(800.0), "delta"),
         (lambda: clip.KL3(1e6, "k2"), "delta"),
         (lambda: clip.KL3(form="k4"), "form k3-inverse"),
@@ -239,13 +247,19 @@ def test_impossible_bounds(rule):
         (lambda: clip.Adaptive(target_kl=0.1, narrowest=2.0), "narrowest widest"),
         (lambda: clip.Adaptive(target_kl=0.1, c=2.7), "c 2.7"),
         (lambda: clip.Sigmoid(tau_positive=0.0), "tau"),
-        (lambda: clip.Sigmoid(tau_negative=-1.0), "tau"),
+        (lambda: clip.Sigmoid(tau_negative=0.0), "tau"),
     ],
 )
 def test_impossible_clips(make, names):
     with pytest.raises(ValueError) as error:
         make()
     one_line(error, *names.split())
+
+
+def test_a_dual_bound_just_above_the_upper_one_is_allowed():
+    assert clip.DualClip(high=0.28, c=1.29).c == 1.29
+    assert clip.KL3(0.05, c=1.351).c == 1.351
+    assert clip.Adaptive(target_kl=0.1, c=2.719).c == 2.719
 
 
 @pytest.mark.parametrize("delta", [1e-12, 1e-6, 100.0])

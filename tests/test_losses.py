@@ -1,6 +1,7 @@
 """PolicyLoss: the coefficient on every ∇log π, the denominators, and each option, against formulas written out here."""
 
 import dataclasses
+import inspect
 import math
 
 import pytest
@@ -351,6 +352,24 @@ def test_a_kl_term_outside_the_clip_is_whole(rule, divergence):
         torch.testing.assert_close(gradient(loss, *b.args(), ref_logp=b.ref), expected)
 
 
+@pytest.mark.parametrize("estimator", ["reinforce", "differentiable"])
+@pytest.mark.parametrize("kind", ["fkl", "ufkl", "rkl", "urkl"])
+@pytest.mark.parametrize("rule", [clip.RPGClip(0.2, 0.28, 3.0), clip.Adaptive(target_kl=1e-4, c=9.0)], ids=str)
+def test_kl_in_clip(kind, estimator, rule):
+    """Three samples that every rule cuts, on each side: True drops their KL gradient, False preserves it whole."""
+    log_w, log_u, beta = float64([[0.6, -0.6, 2.5]]), float64([[0.5, 0.4, -0.3]]), 0.05
+    logp, a = float64([[-1.0, -2.0, -1.5]]), float64([[1.0, -1.0, -1.0]])
+    args = (logp, logp - log_w, a, torch.ones(1, 3))
+    w, v = log_w.exp(), (log_w - log_u).exp()
+    kl = beta * {"fkl": -v, "ufkl": w - v, "rkl": w * (log_u + 1), "urkl": w * log_u}[kind]
+    loss = PolicyLoss(kind, beta, estimator, rule, reduction="none")
+    for inside in (None, True):
+        c = gradient(loss.replace(kl_in_clip=inside), *args, ref_logp=logp - log_u)
+        torch.testing.assert_close(c, torch.zeros_like(c))
+    c = gradient(loss.replace(kl_in_clip=False), *args, ref_logp=logp - log_u)
+    torch.testing.assert_close(c, kl)
+
+
 def test_a_zero_advantage_counts_as_positive():
     """As in both algorithms: "if Â ≥ 0"."""
     w, zero = float64([0.5, 1.5]), float64([0.0, 0.0])
@@ -359,6 +378,16 @@ def test_a_zero_advantage_counts_as_positive():
     assert [x.tolist() for x in rule.outside(w, zero)] == [[False, False], [False, True]]
     assert rule.clamp(w, zero).tolist() == [0.5, 1.28]
     assert clip.Taper().weight(w, zero).tolist() == [1.0, 1.0]
+
+
+def test_a_truncated_ratio_is_outside_once_it_has_passed_its_limit():
+    w, a = float64([0.7, 0.75, 1.0, 1.5, 1.6]), torch.ones(5)
+    for sign in (1, -1):
+        below, above = clip.Truncate(0.25, 0.5).outside(w, sign * a)
+        assert below.tolist() == [True, False, False, False, False]
+        assert above.tolist() == [False, False, False, False, True]
+    below, above = clip.Taper().outside(w, -a)
+    assert (below.tolist(), above.tolist()) == ([False] * 5, [False, False, False, True, True])
 
 
 # ---- CAPO's gate -----------------------------------------------------------------------------------------------------
@@ -409,3 +438,8 @@ def test_curvature_keep_cuts_through_the_loss():
     torch.testing.assert_close(gated, free * float64([[1.0, 0.0]]))
     keep = clip.curvature_keep(torch.zeros(3, 5), torch.ones(3, 2), torch.tensor([0, 1, 2]), torch.zeros(3), 1.0)
     assert keep.tolist() == [True, True, True]  # no advantage, no step
+    still = (torch.zeros(1, 5), torch.ones(1, 2), torch.tensor([0]), torch.zeros(1), 1.0)
+    assert clip.curvature_keep(*still, delta_fisher=0.0).tolist() == [False]  # strictly below
+    assert clip.curvature_keep(*still, delta_hessian=0.0).tolist() == [False]
+    defaults = {k: p.default for k, p in inspect.signature(clip.curvature_keep).parameters.items()}
+    assert (defaults["delta_fisher"], defaults["delta_hessian"], defaults["top_k"]) == (1e-4, 1e-2, 50)

@@ -146,7 +146,7 @@ class PolicyLoss:
         if self.reduction == "none":
             return length_B.new_ones(())
         if self.reduction == "token-mean":
-            return length_B.double().sum().to(length_B.dtype)  # a float32 sum would lose count past 2²⁴ tokens
+            return length_B.sum()
         return (length_B > 0).sum().to(length_B.dtype) * (self.constant or 1.0)
 
     def step_denominator(self, *masks: Tensor, average_over_ranks: bool = True) -> Tensor:

@@ -55,7 +55,7 @@ def _scenario_columns(lengths: str, meanings: dict[str, str]) -> list[Column]:
 _LOSS = Column("loss", "", _plain(lambda line: line.label), number=False)
 _CLAIM = Column(
     "ascends",
-    "the objective it is held to, E[R] − β·D: its D, and the level its ratios are exact at",
+    "what it is held to: the D in E[R] − β·D, and the level of its ratios",
     _plain(lambda line: line.claim),
     number=False,
 )
