@@ -464,9 +464,8 @@ def test_adaptive_is_monotone_in_its_target_and_stays_in_its_range():
             assert fitted.bounds() == pytest.approx((math.exp(-0.5), math.exp(0.5)))
             assert fitted.c == 5.0
     just_met = float(torch.expm1(torch.ones(4)).sub(1).mean())  # with equality, at the widest
-    assert clip.Adaptive(target_kl=just_met).fit(torch.full((4,), 2.0), torch.ones(4)).bounds()[1] == pytest.approx(
-        math.e
-    )
+    high = clip.Adaptive(target_kl=just_met).fit(torch.full((4,), 2.0), torch.ones(4)).bounds()[1]
+    assert high == pytest.approx(math.e, rel=1e-9)
     with pytest.raises(TypeError, match="fit"):
         clip.Adaptive(target_kl=0.1).bounds()
 

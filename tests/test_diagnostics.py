@@ -122,6 +122,7 @@ def test_what_was_not_given_is_not_reported():
         *("kl/old", "kl/old_forward", "entropy_sampled", "kl/gradient_share"),
     }
     assert "kl/gradient_share" not in b.metrics(PolicyLoss("none"))
+    assert "kl/gradient_share" not in b.metrics(PolicyLoss("urkl", beta=0.0))
     assert "mismatch/dropped" in b.metrics(PolicyLoss(mismatch=TIS()))
 
 

@@ -118,6 +118,11 @@ def test_denominators_of_more_than_one_number():
     one_line(error, "step_denominator", "mask")
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_a_mass_that_is_not_positive(value):
+    refuse("old_mass", old_mass=value)
+
+
 def test_missing_rollout_logp():
     refuse("mismatch rollout_logp", PolicyLoss(mismatch=TIS()))
 

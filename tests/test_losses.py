@@ -145,6 +145,7 @@ def denominators(reduction, mask, constant):
 @pytest.mark.parametrize("reduction", SUMS)
 def test_reductions(reduction, level, empty_row):
     b = batch(3)
+    b.mask[3, 1:] = False  # one token
     if empty_row:
         b.mask[2] = False
     constant = 7.5 if reduction == "constant" else None
@@ -178,7 +179,10 @@ def test_a_denominator_replaces_the_batch_s_own():
     for reduction in SUMS[:3]:
         loss = PolicyLoss("none", 0, reduction=reduction)
         own = loss(*b.args()).loss * loss.count(b.mask)
-        torch.testing.assert_close(loss(*b.args(), denominator=13).loss, own / 13)
+        for denominator in (13, 0.5, torch.tensor(2.5), torch.tensor([4])):
+            got = loss(*b.args(), denominator=denominator).loss
+            assert got.shape == ()
+            torch.testing.assert_close(got, own / float(denominator))
     assert PolicyLoss("none", reduction="none")(*b.args()).loss.shape == b.logp.shape
     assert float(PolicyLoss(reduction="none").count(b.mask)) == 1.0
 
@@ -253,8 +257,9 @@ def test_old_mass_multiplies_everything():
     b = batch(8)
     for estimator in ("reinforce", "differentiable"):
         loss = PolicyLoss("urkl", BETA, estimator, clip=clip.RPGClip())
-        got = gradient(loss, *b.args(), ref_logp=b.ref, old_mass=2.5)
-        torch.testing.assert_close(got, 2.5 * gradient(loss, *b.args(), ref_logp=b.ref))
+        for mass in (0.5, 1.0, 2.0):
+            got = gradient(loss, *b.args(), ref_logp=b.ref, old_mass=mass)
+            torch.testing.assert_close(got, mass * gradient(loss, *b.args(), ref_logp=b.ref))
 
 
 def test_kl_ratio_cap():
@@ -303,6 +308,16 @@ def test_control_variate_without_anyone_else_does_nothing():
     loss = PolicyLoss("urkl", BETA, reduction="none")
     got = gradient(loss.replace(control_variate=True), *b.args())
     torch.testing.assert_close(got, gradient(loss, *b.args()))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_control_variate_needs_others_of_some_weight(scale):
+    """w = e¹⁰ and 1: the others of the first weigh 2e-9 of all and tell it nothing; those of the second say c = −1."""
+    logp, a = float64([[-1.0], [-1.0]]), float64([-1.0, -1.0])
+    old = logp - float64([[10.0], [0.0]])
+    loss = PolicyLoss("none", reduction="none", control_variate=True)
+    got = gradient(loss, logp, old, a, torch.ones(2, 1), score_sq=torch.full_like(logp, scale))
+    torch.testing.assert_close(got, float64([[math.exp(10)], [0.0]]))
 
 
 def test_replace_and_defaults():

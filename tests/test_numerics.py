@@ -113,6 +113,7 @@ def test_every_combination(divergence, estimator, level):
                 grads.append(run(loss, Batch(torch.float32, rubbish), metrics=inside is None)[1])
             assert torch.equal(grads[0], grads[1])
             assert torch.equal(grads[0], grads[2])
+            run(loss, Batch(torch.bfloat16, (NAN, -INF, INF)), metrics=False)
 
 
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "none"])

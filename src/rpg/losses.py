@@ -207,6 +207,8 @@ class PolicyLoss:
         check_shape("keep", keep, per_sample)
         check_shape("groups", groups, [*x.length.shape])
         check_shape("score_sq", score_sq, per_sample)
+        if not old_mass > 0:
+            raise ValueError(f"old_mass must be positive; got {old_mass}")
         if self.mismatch is not None and x.rollout is None and not isinstance(self.mismatch, SequenceMask):
             raise ValueError(f"mismatch={self.mismatch} needs rollout_logp, the sampler's own log-probabilities")
         if denominator is None and not x.tokens:
@@ -335,6 +337,8 @@ class PolicyLoss:
             raise ValueError(f"denominator must be one number; got shape {list(denominator.shape)}")
         elif not denominator > 0:
             raise ValueError(f"denominator must be positive, the optimiser step's total; got {float(denominator)}")
+        if isinstance(denominator, Tensor):
+            denominator = denominator.reshape(())
         if self.reduction == "seq-mean-token-mean":
             loss = (loss if loss.dim() == 1 else loss.sum(-1)) / length_B.clamp(min=1)
         return loss.sum() / denominator
