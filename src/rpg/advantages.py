@@ -38,7 +38,7 @@ class Groups:
 
 
 def group_mean(rewards_N: Tensor, group_N: Tensor) -> Tensor:
-    """R − mean of the group. It shrinks the expected reward gradient by 1 − 1/G (methods: leave-one-out does not)."""
+    """R − mean of the group. It shrinks the expected reward gradient by 1 − 1/G; leave-one-out does not."""
     return rewards_N - Groups(group_N).mean(rewards_N)
 
 
@@ -113,6 +113,8 @@ class Advantage:
             raise ValueError(f"beta must be at least 0; got {self.beta}")
         if self.beta and self.kind != "reward-to-go":
             raise ValueError("beta puts the KL into the reward: it goes with kind='reward-to-go'")
+        if self.baseline and self.kind != "batch-whitening":
+            raise ValueError("baseline goes with kind='batch-whitening'; the other kinds have their own")
 
     def replace(self, **changes: object) -> Advantage:
         names = {f.name for f in fields(self)}
@@ -166,10 +168,14 @@ class Advantage:
                 )
             return rewards - greedy_rewards.to(rewards.dtype)
         if self.kind == "reward-to-go":
-            if mask is None:
-                raise ValueError("reward-to-go needs mask [N,T]")
-            if self.beta and (old_logp is None or ref_logp is None):
-                raise ValueError("reward-to-go with beta > 0 needs old_logp and ref_logp [N,T]")
-            kl = old_logp - ref_logp if self.beta and old_logp is not None and ref_logp is not None else None
-            return reward_to_go(rewards, mask, kl, self.beta)
+            if mask is None or mask.dim() != 2 or len(mask) != len(rewards):
+                raise ValueError(f"mask must be [N,T] with N={len(rewards)} for reward-to-go")
+            if not self.beta:
+                return reward_to_go(rewards, mask)
+            for name, logp in {"old_logp": old_logp, "ref_logp": ref_logp}.items():
+                if logp is None or logp.shape != mask.shape or not logp.is_floating_point():
+                    raise ValueError(f"{name} must be log-probabilities {list(mask.shape)} for a KL in the reward")
+            assert old_logp is not None
+            assert ref_logp is not None
+            return reward_to_go(rewards, mask, old_logp - ref_logp, self.beta)
         return rewards

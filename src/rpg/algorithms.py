@@ -7,7 +7,7 @@ c is d loss / d log π of one token. "old" is the sampling policy; ``reference``
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 from . import clipping as clip
 from .advantages import Advantage
@@ -64,27 +64,33 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     of_loss = {f.name for f in fields(PolicyLoss)}
     given = overrides.get("loss", made.loss)
     rule = overrides.get("clip", given.clip if isinstance(given, PolicyLoss) else None)
-    of_clip = {f.name for f in fields(rule)} if isinstance(rule, clip.Clip) else set()  # type: ignore[arg-type]
+    of_clip = {f.name for f in fields(rule)} if is_dataclass(rule) else set()
     for key in overrides:
         if key not in own | of_loss | of_clip:
             raise ValueError(choose(f"option of {name!r}", key, own | of_loss | of_clip))
     made = replace(made, **{k: v for k, v in overrides.items() if k in own})  # type: ignore[arg-type]
     changes = {k: v for k, v in overrides.items() if k in of_loss}
-    if changes.get("beta") and changes.get("divergence", made.loss.divergence) == "none":
-        if made.advantage.kind != "reward-to-go":
+    if "beta" in changes and changes.get("divergence", made.loss.divergence) == "none":
+        if made.advantage.kind == "reward-to-go":  # its KL is in the reward
+            made = replace(made, advantage=made.advantage.replace(beta=changes.pop("beta")))
+        elif changes["beta"]:
             raise ValueError(f"beta has no effect on {name!r}, which has no KL term; give divergence='urkl' too")
-        made = replace(made, advantage=made.advantage.replace(beta=changes.pop("beta")))  # its KL is in the reward
+    if changes.get("divergence", "none") != "none" and not changes.get("beta", made.loss.beta):
+        raise ValueError(f"divergence={changes['divergence']!r} needs a beta: {name!r} has none of its own")
+    if changes.get("reduction", "constant") != "constant":
+        changes.setdefault("constant", None)
     inner = {k: v for k, v in overrides.items() if k in of_clip - of_loss}
     if inner:
         changes["clip"] = replace(rule, **inner)  # type: ignore[type-var]
-    return replace(made, loss=made.loss.replace(**changes)) if changes else made
+    formula = f"{made.formula} Changed: {', '.join(overrides)}." if overrides else made.formula
+    return replace(made, formula=formula, loss=made.loss.replace(**changes))
 
 
 def _preset(loss: PolicyLoss, advantage: Advantage, **around: object) -> Algorithm:
     return Algorithm("", loss, advantage, **around)  # type: ignore[arg-type]
 
 
-# ---- RPG: arXiv 2505.17508, section 5: β = 1e-4, (ε₁, ε₂) = (0.2, 0.28), c = 10, token mean, ref = old ---------------
+# ---- RPG: arXiv 2505.17508, section 5: β = 1e-4, (ε₁, ε₂) = (0.2, 0.28), ref = old; c = 10 as in its scripts ---------
 
 _OMEGA = {"fkl": "w·A + β·v", "rkl": "w(A − β(log u + 1))", "ufkl": "w·A − β(w − v)", "urkl": "w(A − β·log u)"}
 _VALUE = {"fkl": "−v·log π", "rkl": "w·log u", "ufkl": "v·k3(u)", "urkl": "w·log u − w"}
@@ -129,15 +135,15 @@ def ppo() -> Algorithm:
 @preset("grpo", "arXiv 2402.03300")
 def grpo() -> Algorithm:
     """PPO-clip + β·k3(ref/π) without a weight, A = (R − mean)/std, 1/|y| then mean; c = −A·r·1{in} + β(1 − ref/π)."""
-    loss = PolicyLoss("k3", 0.04, "differentiable", clip.Box(0.2, 0.2), reduction="seq-mean-token-mean")
+    rule = clip.Box(0.2, 0.2)
+    loss = PolicyLoss("k3", 0.04, "differentiable", rule, reduction="seq-mean-token-mean", needs=("ref_logp",))
     return _preset(loss, Advantage("group-mean-std"), reference="initial")
 
 
 @preset("grpo-corrected", "arXiv 2505.17508")
 def grpo_corrected() -> Algorithm:
     """GRPO with the missing importance weight on its KL term, w·k3(ref/π); c = −A·r·1{in} + β·w·log u."""
-    rule = clip.Box(0.2, 0.2)
-    loss = PolicyLoss("urkl", 0.04, "differentiable", rule, reduction="seq-mean-token-mean", kl_in_clip=False)
+    loss = grpo().loss.replace(divergence="urkl", kl_in_clip=False)
     return _preset(loss, Advantage("group-mean-std"), reference="initial")
 
 
@@ -165,7 +171,7 @@ def reinforce_pp() -> Algorithm:
 @preset("reinforce++-baseline", "arXiv 2501.03262")
 def reinforce_pp_baseline() -> Algorithm:
     """PPO-clip; A = R − group mean, whitened over the batch; a k2 loss; c = −A·r·1{in} + β·log u."""
-    loss = PolicyLoss("k2", 0.01, "differentiable", clip.Box(0.2, 0.2))
+    loss = PolicyLoss("k2", 0.01, "differentiable", clip.Box(0.2, 0.2), needs=("ref_logp",))
     return _preset(loss, Advantage("batch-whitening", baseline=True), reference="initial")
 
 
@@ -229,7 +235,8 @@ def atr_grpo() -> Algorithm:
 @preset("capo", "arXiv 2510.00819")
 def capo() -> Algorithm:
     """GRPO times a token mask from last-layer curvature: ``clip.curvature_keep`` gives ``keep``."""
-    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2), reduction="seq-mean-token-mean")
+    rule = clip.Box(0.2, 0.2)
+    loss = PolicyLoss("none", 0, "differentiable", rule, reduction="seq-mean-token-mean", needs=("keep",))
     return _preset(loss, Advantage("group-mean-std"), curvature_gate=True)
 
 

@@ -97,7 +97,8 @@ examples:
   rpg audit                                  every preset
   rpg audit grpo grpo-corrected              two of them
   rpg audit my_loss.py:loss --strict         your own: fn(logp, old_logp, advantages, mask, ref_logp[, beta]) -> loss;
-                                             one without a beta argument is audited at --beta, so give its own
+                                             one without a beta argument is audited at --beta, so give its own;
+                                             its clip stays on: --drift 0.05 keeps ratios inside ±20 %
   rpg audit --peers --html audit.html        and the losses of TRL, Liger and verl, as one page"""
 
 
@@ -114,7 +115,8 @@ def add_audit(commands: Commands) -> None:
     add("--divergence", choices=("none", "fkl", "rkl", "ufkl", "urkl"), help="the D that LOSS is meant to subtract")
     add("--objective", choices=("token", "sequence", "geometric"), help="the level that LOSS is meant to be exact at")
     add("--beta", type=_positive, default=0.1, metavar="B", help="strength of the KL term (default: 0.1)")
-    add("--seeds", type=_count, default=5, metavar="N", help="random problems to average over (default: 5)")
+    add("--seeds", type=_count, default=10, metavar="N", help="random problems to take the median of (default: 10)")
+    add("--drift", type=_positive, default=0.5, metavar="D", help="distance between the policies (default: 0.5)")
     add("--verbose", action="store_true", help="also variable lengths by scenario, variance, clip, and the settings")
     add("--strict", action="store_true", help=f"exit with 1 if any bias against its own objective exceeds {STRICT:g}")
     files = parser.add_argument_group("output, besides the table")
@@ -142,7 +144,7 @@ def run_audit(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # whatever other people's modules print
         subjects, messages = _subjects(args)
         with _progress(len(subjects)) as progress:
-            result = audit.run(subjects, seeds=args.seeds, beta=args.beta, messages=messages, progress=progress)
+            result = audit.run(subjects, args.seeds, args.beta, args.drift, messages, progress)
     report = Report.of(result, subjects, args.line)
     document = json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n"
     if args.json == "-":
@@ -207,8 +209,14 @@ def _subject(name: str, args: argparse.Namespace) -> Subject:
             return replace(resolve(name, args.divergence, args.objective), source=f"rpg {__version__}")
     with one_line(f"{name}: "):
         subject = replace(resolve(name, args.divergence, args.objective), source="user")
+    b = Problem("three policies", variable=True, seed=0, drift=args.drift).batch
     with one_line(f"{name} failed on a batch: "):
-        subject.coefficients(Problem("three policies", variable=True, seed=0).batch, args.beta)
+        c_NT = subject.coefficients(b, args.beta)
+        answer_NT = subject.coefficients(replace(b, advantages_N=2 * b.advantages_N), args.beta) - c_NT
+    cut = float((answer_NT == 0)[b.mask_NT].float().mean())
+    if subject.clipped is None and cut:
+        hint = f"{cut:.0%} of its tokens do not answer to the reward (a clip?): --drift 0.05 keeps ratios inside ±20 %"
+        print(f"rpg audit: {name}: {hint}", file=sys.stderr)
     return subject
 
 

@@ -75,14 +75,21 @@ def diagnose(
         if math.isfinite(high):  # no upper bound, no metric: infinity is no JSON
             out["clip/bound_high"] = w.new_tensor(high)
         effective = clip.weight(w, branching)
-    if kl is not None:
-        reward = effective * view.advantage
-        kl_size = _mean(loss._omega_kl(view, clip, kl).expand_as(w).abs(), valid)
-        out["kl/gradient_share"] = kl_size / (_mean(reward.abs(), valid) + kl_size).clamp(min=1e-30)
+    if kl is not None or (loss.kl_to_go and loss._kl is not None):
+        reward = (effective * view.advantage).abs()
+        if kl is not None:
+            sizes = _mean(reward, valid), _mean(loss._omega_kl(view, clip, kl).expand_as(w).abs(), valid)
+        else:
+            token_reward = reward if reward.dim() == 2 else reward.unsqueeze(-1).expand_as(mask)
+            sizes = _mean(token_reward, mask), _mean(loss._omega_to_go(x).abs(), mask)
+        out["kl/gradient_share"] = sizes[1] / (sizes[0] + sizes[1]).clamp(min=1e-30)
 
     if x.rollout is not None:  # the sampler's engine against the trainer's forward pass
         log_rho = x.log_ratio(x.old, x.rollout)
         out["mismatch/max_log_ratio"] = _max(log_rho.abs())
+        if loss.mismatch is not None:
+            exponent = at_level(log_rho, mask, loss.mismatch.level_for(loss.level))
+            out["mismatch/bounded"] = _mean(exponent.abs() > limit, mask if exponent.dim() == 2 else x.length > 0)
         log_rho = log_rho.clamp_(-limit, limit)
         out["mismatch/kl"] = _mean(k3(log_rho), mask)  # KL(sampler‖old)
         out["mismatch/ess"] = _effective(log_rho.exp(), mask)

@@ -16,7 +16,7 @@ from .checks import Inputs, check_batch, check_shape, choose, one_of
 from .clipping import Clip
 from .diagnostics import diagnose
 from .mismatch import Mismatch, SequenceMask
-from .objective import DIVERGENCES, LEVELS, Divergence, KLToGo, Ratios, at_level, bounded
+from .objective import DIVERGENCES, LEVELS, Divergence, Ratios, at_level, bounded, kl_to_go_weight
 
 ESTIMATORS = ("differentiable", "reinforce")
 REDUCTIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "none")
@@ -44,6 +44,9 @@ class LossOutput:
         return self._diagnose()
 
 
+_WHY_NEEDED = {"ref_logp": "its KL is anchored elsewhere than at old", "keep": "see rpg.clip.curvature_keep"}
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """A KL-regularised policy-gradient loss. Every combination that exists is exact, or says in which way it is not.
@@ -60,8 +63,10 @@ class PolicyLoss:
     kl_ratio_cap: upper bound of w inside the KL term's weight (CPGD; reinforce only).
     constant: tokens per sequence for reduction='constant'.
     mismatch: a rule of ``rpg.mismatch`` for samplers that are not numerically the trainer.
-    control_variate: subtract c·w·∇log π with the variance-optimal c, fitted on the other sequences: free of bias.
+    control_variate: subtract c·w·∇log π, which has zero mean, with c fitted on the other sequences. It is optimal for
+        the ``score_sq`` given to the call (``rpg.logit_score_sq``); without it all |∇log π|² count as equal.
     max_log_ratio: exponents are bounded to ± this before exp, gradients kept; ``bounded`` counts them.
+    needs: arguments of the call that this method is nothing without ("ref_logp", "keep").
     """
 
     divergence: str = "urkl"
@@ -77,6 +82,7 @@ class PolicyLoss:
     mismatch: Mismatch | None = None
     control_variate: bool = False
     max_log_ratio: float = 20.0
+    needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         one_of("divergence", self.divergence, ("none", *DIVERGENCES))
@@ -85,8 +91,8 @@ class PolicyLoss:
         one_of("reduction", self.reduction, REDUCTIONS)
         if not self.beta >= 0:
             raise ValueError(f"beta must be at least 0; got {self.beta}. J = E[R] - beta*D: the sign is in the formula")
-        if not 0 < self.max_log_ratio <= 80:
-            raise ValueError(f"max_log_ratio must be in (0, 80], or exp overflows in float32; got {self.max_log_ratio}")
+        if not 0 < self.max_log_ratio <= 40:
+            raise ValueError(f"max_log_ratio must be in (0, 40], or float32 overflows; got {self.max_log_ratio}")
         if self.clip is not None and not isinstance(self.clip, Clip):
             raise TypeError(f"clip must be a rule such as rpg.clip.RPGClip() or None; got {self.clip!r}")
         if self.mismatch is not None and not isinstance(self.mismatch, Mismatch):
@@ -104,10 +110,16 @@ class PolicyLoss:
             raise ValueError("kl_ratio_cap needs the KL term outside the clip: give kl_in_clip=False (and no kl_to_go)")
         if self.kl_to_go and (self.divergence not in ("rkl", "urkl") or self.level == "sequence-mean"):
             raise ValueError("kl_to_go needs divergence 'rkl' or 'urkl' and level 'token' or 'sequence'")
-        if self.control_variate and self.level == "token" and self.reduction == "seq-mean-token-mean":
-            raise ValueError(
-                "control_variate is free of bias only with a constant denominator; use reduction='token-mean'"
-            )
+        if self.mismatch is not None and self.mismatch.level_for(self.level) == "token":
+            if self.level != "token":
+                raise ValueError(f"mismatch at level='token' has no meaning at level={self.level!r}; leave it None")
+            if self.kl_to_go:
+                raise ValueError("kl_to_go looks beyond its token: give the mismatch rule level='sequence'")
+        if self.control_variate:
+            if self.reduction == "seq-mean-token-mean" or self.level == "sequence-mean":
+                raise ValueError("control_variate has zero mean only with ratios and denominators free of 1/|y|")
+            if self.mismatch is not None and type(self.mismatch) is not Mismatch:
+                raise ValueError("control_variate has zero mean only without a capped or masked mismatch weight")
         if self.kl_in_clip and not self._can_hold_kl:
             raise ValueError("kl_in_clip=True has no meaning for this clip, divergence and estimator; leave it None")
 
@@ -140,30 +152,35 @@ class PolicyLoss:
 
     def count(self, mask: Tensor) -> Tensor:
         """What this batch adds to the denominator of its optimiser step (a sequence without tokens counts nothing)."""
-        return self._count(mask.bool().sum(-1).float())
+        return self._count(mask.bool().sum(-1))
 
     def _count(self, length_B: Tensor) -> Tensor:
         if self.reduction == "none":
             return length_B.new_ones(())
         if self.reduction == "token-mean":
             return length_B.sum()
-        return (length_B > 0).sum().to(length_B.dtype) * (self.constant or 1.0)
+        return (length_B > 0).sum() * (self.constant or 1)
 
-    def step_denominator(self, *masks: Tensor, average_over_ranks: bool = True) -> Tensor:
+    def step_denominator(
+        self,
+        *masks: Tensor,
+        average_over_ranks: bool = True,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> float:
         """The denominator of a whole optimiser step, from the masks of this rank's micro-batches.
 
         Pass it as ``denominator`` to each micro-batch's loss and sum the gradients: that is the gradient of one large
-        batch, exactly. With torch.distributed initialised the counts are summed over ranks; ``average_over_ranks``
-        says that the wrapper (DDP, FSDP) averages gradients instead of adding them.
+        batch, exactly. With torch.distributed initialised the counts are summed over ``group`` (the data-parallel
+        ranks); ``average_over_ranks`` says that the wrapper (DDP, FSDP) averages gradients instead of adding them.
         """
         if not masks:
             raise ValueError("step_denominator needs the mask of every micro-batch of the step")
         total = torch.stack([self.count(mask) for mask in masks]).sum()
+        ranks = 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(total)
-            if average_over_ranks:
-                total = total / torch.distributed.get_world_size()
-        return total
+            torch.distributed.all_reduce(total, group=group)
+            ranks = torch.distributed.get_world_size(group) if average_over_ranks else 1
+        return float(total) / ranks
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 
@@ -194,13 +211,18 @@ class PolicyLoss:
         old_mass: Z, where old_logp is the log of an unnormalised measure and samples came from it divided by Z.
         exact_kl: [B,T] per-state KL over the vocabulary (``rpg.vocabulary_kl``), in place of the sampled KL term.
         entropy: [B,T] exact entropies, for the metrics.
-        keep: [B,T] bool; false cuts a token's gradient (CAPO's ``rpg.clip.curvature_keep``).
+        keep: bool, the loss's shape; false cuts a gradient (CAPO's ``rpg.clip.curvature_keep``, reshaped to [B,T]).
         groups: [B] prompt ids; the control variate then leaves out the whole group (needed for group baselines).
         score_sq: |∇log π|² per element, or a proxy, for the control variate; None: taken as constant.
         """
         x = check_batch(self.level, logp, old_logp, advantages, mask, ref_logp, rollout_logp)
-        if exact_kl is not None and self.level != "token":
-            raise ValueError("exact_kl is a per-state term: it needs level='token'")
+        for name in self.needs:
+            if {"ref_logp": ref_logp, "keep": keep}[name] is None and (name != "ref_logp" or self._kl is not None):
+                raise ValueError(f"{name} is needed: this method is another one without it ({_WHY_NEEDED[name]})")
+        if exact_kl is not None:
+            self._check_exact_kl(exact_kl, x.logp)
+        if keep is not None and self.control_variate:
+            raise ValueError("keep and control_variate do not go together: on kept tokens alone its mean is not zero")
         per_sample = [*x.logp.shape] if self.level == "token" else [*x.length.shape]
         check_shape("exact_kl", exact_kl, [*x.logp.shape])
         check_shape("entropy", entropy, [*x.logp.shape])
@@ -235,8 +257,8 @@ class PolicyLoss:
         if self._kl is not None and exact_kl is not None:
             loss = loss + self.beta * exact_kl.to(loss.dtype).masked_fill(x.mask == 0, 0)
         elif self._kl is not None and self.kl_to_go:
-            kl_BT = self._kl_to_go(x)
-            loss = loss + self.beta * (kl_BT if self.level == "token" else kl_BT.sum(-1))
+            kl_BT = self._omega_to_go(x) * x.logp
+            loss = loss - (kl_BT if self.level == "token" else kl_BT.sum(-1))
 
         if keep is not None:
             loss = torch.where(keep.bool(), loss, loss.detach())
@@ -257,9 +279,10 @@ class PolicyLoss:
         return View(
             ratios=Ratios(
                 w=bounded(log_w, limit).exp(),
-                log_u=bounded(log_u, limit),
+                log_u=log_u,
                 logp=at_level(x.logp, x.mask, level),
-                log_v=None if ref is None else lambda: bounded(at_level(ref - x.old, x.mask, level), limit),
+                log_v=None if ref is None else lambda: at_level(ref - x.old, x.mask, level),
+                limit=limit,
             ),
             log_w=log_w,
             advantage=x.advantages if x.advantages.dim() == log_w.dim() else x.advantages.unsqueeze(-1),
@@ -277,22 +300,29 @@ class PolicyLoss:
     def _omega(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
         """ω, what multiplies ∇log π in ascent. No gradients."""
         w, a = x.ratios.w.detach(), x.advantage
-        if kl is not None and clip is not None and self.kl_inside and clip.action == "cut":
-            regularised = self._branching(x, clip, kl)  # RPG Algorithm 2: ω = w·A_reg, cut on the sign of A_reg
-            return clip.weight(w, regularised) * regularised
-        reward = (w if clip is None else clip.weight(w, a)) * a
-        return reward if kl is None else reward + self._omega_kl(x, clip, kl)
+        if clip is None:
+            return w * a if kl is None else w * a + self.beta * kl.weight(x.ratios.detach())
+        branching = self._branching(x, clip, kl)
+        if branching is not a and not self._flows_through_advantage(clip):
+            return clip.weight(w, branching) * branching  # RPG Algorithm 2: ω = w·A_reg, cut on the sign of A_reg
+        return clip.weight(w, branching) * a + (0 if kl is None else self._omega_kl(x, clip, kl))
 
     def _omega_kl(self, x: View, clip: Clip | None, kl: Divergence) -> Tensor:
         """The KL term's part of ω."""
         r = x.ratios.detach()
         if clip is None or not self.kl_inside:
-            r = r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
-        elif clip.action == "truncate":  # ω with clip(w) in place of w
-            r = replace(r, w=clip.clamp(r.w, x.advantage))
-        else:
-            return self.beta * kl.weight(r) * clip.keep(r.w, self._branching(x, clip, kl))
-        return self.beta * kl.weight(r)
+            return self.beta * kl.weight(
+                r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
+            )
+        if clip.action == "truncate":  # ω with clip(w) in place of w
+            return self.beta * kl.weight(replace(r, w=clip.clamp(r.w, x.advantage)))
+        branching = self._branching(x, clip, kl)
+        omega = self.beta * kl.weight(r) * clip.keep(r.w, branching)
+        return omega - self.beta * clip.surrogate(r.w, branching) if self._flows_through_advantage(clip) else omega
+
+    def _flows_through_advantage(self, clip: Clip) -> bool:
+        """RPG Algorithm 1: Â = A − β·log u is differentiated too, which adds −β·clip(w) to ω."""
+        return self.kl_inside and self.estimator == "differentiable" and not clip.whole_sample
 
     def _differentiable(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
         """The loss as an expression in w, log u and log π, for autograd."""
@@ -307,12 +337,18 @@ class PolicyLoss:
         regularised = a + self.beta * kl.per_ratio(r)
         return -clip.surrogate(r.w, regularised.detach()) * regularised
 
-    def _kl_to_go(self, x: Inputs) -> Tensor:
-        log_w_BT = x.log_ratio(x.logp, x.old)
-        log_u_BT = log_w_BT if x.ref is None else x.log_ratio(x.logp, x.ref)
-        to_go = KLToGo(log_w_BT, log_u_BT, self.divergence, self.max_log_ratio)
-        kl_BT = to_go.value() if self.estimator == "differentiable" else -to_go.weight() * x.logp
-        return kl_BT * x.mask
+    def _omega_to_go(self, x: Inputs) -> Tensor:
+        log_w_BT = x.log_ratio(x.logp.detach(), x.old)
+        log_u_BT = log_w_BT if x.ref is None else x.log_ratio(x.logp.detach(), x.ref)
+        return self.beta * kl_to_go_weight(log_w_BT, log_u_BT, self.divergence, self.max_log_ratio) * x.mask
+
+    def _check_exact_kl(self, exact_kl: Tensor, logp: Tensor) -> None:
+        if self.level != "token":
+            raise ValueError("exact_kl is a per-state term: it needs level='token'")
+        if self._kl is None or self.kl_to_go or self.kl_in_clip:
+            raise ValueError("exact_kl needs a divergence with beta > 0, without kl_to_go and kl_in_clip=True")
+        if logp.requires_grad and not exact_kl.requires_grad:
+            raise ValueError("exact_kl must carry a gradient: compute it from the current policy's logits")
 
     @torch.no_grad()
     def _correction(self, x: Inputs) -> Tensor | None:
@@ -323,10 +359,7 @@ class PolicyLoss:
             drift_BT = x.log_ratio(x.old if x.rollout is None else x.rollout, x.logp)
             return (~self.mismatch.drop(drift_BT, x.advantages, x.mask)).to(x.logp.dtype)
         assert x.rollout is not None
-        weight = self.mismatch(x.log_ratio(x.old, x.rollout), x.mask, self.max_log_ratio)
-        if self.level != "token" and weight.dim() == 2:
-            raise ValueError(f"level={self.level!r} needs mismatch level='sequence': one weight per response")
-        return weight
+        return self.mismatch(x.log_ratio(x.old, x.rollout), x.mask, self.level, self.max_log_ratio)
 
     def _reduce(self, loss: Tensor, length_B: Tensor, denominator: Tensor | float | None) -> Tensor:
         if self.reduction == "none":

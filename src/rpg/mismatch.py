@@ -17,16 +17,16 @@ from .objective import at_level
 INF = float("inf")
 
 
-def _check_level(level: str) -> None:
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level must be 'token' or 'sequence'; got {level!r}")
+def _check_level(level: str | None) -> None:
+    if level not in (None, "token", "sequence"):
+        raise ValueError(f"level must be 'token', 'sequence' or None (as the loss); got {level!r}")
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The exact weight ρ, per token or as a product over the response."""
+    """The exact weight ρ, per token or as a product over the response; ``level`` None: as the loss has it."""
 
-    level: str = "token"
+    level: str | None = None
 
     def __post_init__(self) -> None:
         _check_level(self.level)
@@ -34,9 +34,12 @@ class Mismatch:
     def weight(self, rho: Tensor) -> Tensor:
         return rho
 
-    def __call__(self, log_rho_BT: Tensor, mask_BT: Tensor, limit: float) -> Tensor:
+    def level_for(self, loss_level: str) -> str:
+        return self.level or ("token" if loss_level == "token" else "sequence")
+
+    def __call__(self, log_rho_BT: Tensor, mask_BT: Tensor, loss_level: str, limit: float) -> Tensor:
         """[B,T] at token level, [B] at sequence level."""
-        return self.weight(at_level(log_rho_BT, mask_BT, self.level).clamp(-limit, limit).exp())
+        return self.weight(at_level(log_rho_BT, mask_BT, self.level_for(loss_level)).clamp(-limit, limit).exp())
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class IcePop(Mismatch):
 class MIS(IcePop):
     """Masked importance sampling: the product over the response, dropped with all its tokens outside [low, high]."""
 
-    level: str = "sequence"
+    level: str | None = "sequence"
     low: float = 0.0
     high: float = 2.0
 
@@ -87,7 +90,7 @@ class SequenceMask(Mismatch):
     μ is ``rollout_logp`` where that is given, else ``old_logp``.
     """
 
-    level: str = "sequence"
+    level: str | None = "sequence"
     delta: float = 0.1
 
     def __post_init__(self) -> None:

@@ -34,13 +34,18 @@ class Ratios:
     log_u: Tensor  # log π/ref
     logp: Tensor  # log π
     log_v: Callable[[], Tensor] | None  # log ref/μ, for the divergences that ask for it; None: ref = μ
+    limit: float  # of every exponent
 
     @cached_property
     def v(self) -> Tensor | float:
-        return 1.0 if self.log_v is None else self.log_v().exp()
+        return 1.0 if self.log_v is None else bounded(self.log_v(), self.limit).exp()
+
+    @property
+    def ref_over_pi_less_1(self) -> Tensor:
+        return torch.expm1(bounded(-self.log_u, self.limit))
 
     def detach(self) -> Ratios:
-        return Ratios(self.w.detach(), self.log_u.detach(), self.logp.detach(), self.log_v)
+        return Ratios(self.w.detach(), self.log_u.detach(), self.logp.detach(), self.log_v, self.limit)
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,8 @@ DIVERGENCES: dict[str, Divergence] = {
     ),
     "k3": Divergence(
         "mean of ref/π − 1 − log ref/π, unweighted",
-        value=lambda r: torch.expm1(-r.log_u) + r.log_u,
-        weight=lambda r: torch.expm1(-r.log_u),
+        value=lambda r: r.ref_over_pi_less_1 + r.log_u,
+        weight=lambda r: r.ref_over_pi_less_1,
         exact=False,
     ),
 }
@@ -128,31 +133,23 @@ def at_level(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     return total_B if level == "sequence" else total_B / mask_BT.sum(-1).clamp(min=1)
 
 
-@dataclass(frozen=True)
-class KLToGo:
+@torch.no_grad()
+def kl_to_go_weight(log_w_BT: Tensor, log_u_BT: Tensor, divergence: str, limit: float) -> Tensor:
     """The sequence-level KL(π‖ref) from token terms, exact off-policy: ω_t = −Σ_{t'≥t} W_{≤t'}·log u_t'.
 
     W_{≤t} is the running product of the token ratios. Compared with the sequence-level row of the table, past terms,
     which have zero mean, are left out. ``rkl`` keeps the zero-mean W_{≤t} of its derivative; ``urkl`` has none.
     """
+    prefix_BT = log_w_BT.cumsum(-1).clamp(-limit, limit).exp()
+    to_go_BT = (prefix_BT * log_u_BT).flip(-1).cumsum(-1).flip(-1)
+    return -(to_go_BT + prefix_BT) if divergence == "rkl" else -to_go_BT
 
-    log_w_BT: Tensor
-    log_u_BT: Tensor
-    divergence: str
-    limit: float
 
-    def value(self) -> Tensor:
-        prefix_BT = bounded(self.log_w_BT.cumsum(-1), self.limit).exp()
-        if self.divergence == "rkl":
-            return prefix_BT * self.log_u_BT
-        before_BT = bounded(self.log_w_BT.cumsum(-1) - self.log_w_BT, self.limit).exp().detach()
-        return prefix_BT * self.log_u_BT - before_BT * bounded(self.log_w_BT, self.limit).exp()
-
-    @torch.no_grad()
-    def weight(self) -> Tensor:
-        prefix_BT = self.log_w_BT.cumsum(-1).clamp(-self.limit, self.limit).exp()
-        to_go_BT = (prefix_BT * self.log_u_BT).flip(-1).cumsum(-1).flip(-1)
-        return -(to_go_BT + prefix_BT) if self.divergence == "rkl" else -to_go_BT
+def logit_score_sq(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """|∂ log π / ∂ logits|² = 1 − 2π_a + Σ_b π_b² of each sampled token, [B,T]: the control variate's ``score_sq``."""
+    probs_BTV = logits_BTV.detach().float().softmax(-1)
+    chosen_BT = probs_BTV.gather(-1, tokens_BT.unsqueeze(-1)).squeeze(-1)
+    return 1 - 2 * chosen_BT + probs_BTV.square().sum(-1)
 
 
 def vocabulary_kl(logits_BTV: Tensor, ref_logits_BTV: Tensor, divergence: str = "rkl") -> Tensor:

@@ -94,7 +94,6 @@ TEXTBOOK = {
     "trl cispo (no KL)": lambda t: -t.A * t.w,
     "trl sapo (no KL)": lambda t: t.sapo() / t.length,
     "trl gspo (no KL)": lambda t: -t.A * t.S / t.length,
-    "trl luspo (no KL)": lambda t: -t.A * t.S,
     "trl rloo (no KL)": lambda t: -t.A * t.W,
     "trl grpo": lambda t: (-t.A * t.w + BETA * t.w * t.log_u) / t.length,
     "trl grpo (no KL correction)": lambda t: (-t.A * t.w + BETA * t.dk3) / t.length,
@@ -107,7 +106,6 @@ TEXTBOOK = {
     # the weight of the whole response multiplies every token's k3, so each token also moves the others' terms
     "trl gspo": lambda t: t.S * (-t.A + BETA * (t.dk3 + t.k3.sum(1, keepdim=True) / t.length)) / t.length,
     "trl gspo (no KL correction)": lambda t: (-t.A * t.S + BETA * t.dk3) / t.length,
-    "trl luspo": lambda t: t.S * (-t.A + BETA * (t.dk3 + t.k3.sum(1, keepdim=True) / t.length)),
     "liger grpo (no KL)": lambda t: -t.A * t.w / t.length,
     "liger grpo": lambda t: (-t.A * t.w + BETA * t.dk3) / t.length,
     "liger grpo (KL correction)": lambda t: (-t.A * t.w + BETA * t.w * t.log_u) / t.length,
@@ -118,8 +116,6 @@ TEXTBOOK = {
     "liger cispo": lambda t: -t.A * t.w + BETA * t.dk3,
     "liger sapo": lambda t: (t.sapo() + BETA * t.dk3) / t.length,
     "liger gspo": lambda t: (-t.A * t.S + BETA * t.dk3) / t.length,
-    "liger luspo (no KL)": lambda t: -t.A * t.S,
-    "liger luspo": lambda t: -t.A * t.S + BETA * t.dk3 * t.length / max(LENGTHS),
     "verl vanilla (no KL)": lambda t: -t.A * t.w,
     "verl vanilla + kl": lambda t: -t.A * t.w + BETA,
     "verl vanilla + abs": lambda t: -t.A * t.w + BETA * t.log_u.sign(),
@@ -192,7 +188,7 @@ def test_verl_k3_has_no_gradient_past_its_clamp():
     torch.testing.assert_close(straight_through.coefficients(batch, BETA), policy_NT - 3.0 * BETA * batch.mask_NT)
 
 
-@pytest.mark.parametrize("name", ["trl grpo", "trl rloo (no KL)", "liger luspo", "verl vanilla + low_var_kl"])
+@pytest.mark.parametrize("name", ["trl grpo", "trl rloo (no KL)", "liger dapo", "verl vanilla + low_var_kl"])
 def test_padding_is_ignored(name):
     peer = row(name)
     batch = random_batch()

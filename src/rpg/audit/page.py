@@ -368,7 +368,7 @@ def table_section(report: Report) -> str:
 
 
 def details(report: Report) -> str:
-    titles = ("loss", "vs. sequence", "variance", "cut", "left", "clipped bias", "type", "setting")
+    titles = ("loss", "vs. sequence", "cosine", "variance", "cut", "left", "clipped bias", "type", "setting")
     head = tag("thead", tag("tr", *(tag("th", title, scope="col") for title in titles)))
     bodies = []
     for group in report.groups:
@@ -377,6 +377,7 @@ def details(report: Report) -> str:
             own, sequence = line.row(THREE_POLICIES), line.row(THREE_POLICIES, objective="sequence")
             cells = (
                 data(sequence.bias, size(sequence.bias)),
+                data(own.cosine, f"{own.cosine:.3f}"),
                 data(own.variance, two_digits(own.variance)),
                 data(own.cut, share(own.cut)),
                 data(own.left, share(own.left)),
@@ -389,7 +390,8 @@ def details(report: Report) -> str:
     explained = tag(
         "p",
         "All with three policies and fixed lengths. “vs. sequence” is the bias against the sequence objective, "
-        "whatever its level; “variance” is over |∇J|²; “cut” is the share of tokens that the clip cuts off from "
+        "whatever its level; “cosine” is that of the "
+        "expected and the exact gradient; “variance” is over |∇J|²; “cut” is the share of tokens that the clip cuts off from "
         "the reward, “left” the gradient that remains on them over |∇J|; “clipped bias” is the bias with the clip on.",
     )
     table = tag("div", tag("table", head, *bodies, class_="details"), class_="scroll")

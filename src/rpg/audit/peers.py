@@ -54,7 +54,7 @@ class Peer:
         """The objective that the peer's importance weights are exact for, where they are exact at all."""
         if "gspo" in self.name or "geo_mean" in self.name:
             return "geometric" if self.divergence == "none" else "geometric, token KL"
-        return "sequence" if "rloo" in self.name else "token"
+        return "sequence" if "rloo" in self.name or "vespo" in self.name else "token"
 
 
 def peers(verl_python: str | None = None) -> tuple[list[Peer], list[str]]:
@@ -120,7 +120,7 @@ class _Loss(NamedTuple):
 
 def _denominator(loss: _Loss, batch: Batch, max_completion_length: int) -> int:
     """The global denominator that this loss type divides by."""
-    if loss.loss_type in ("grpo", "sapo", "luspo"):
+    if loss.loss_type in ("grpo", "sapo"):
         return len(batch.mask_NT)
     if loss.loss_type == "dr_grpo":
         return len(batch.mask_NT) * max_completion_length
@@ -135,7 +135,6 @@ _LOSSES = (
     _Loss("cispo", "cispo", note="the clip bounds the ratio itself: epsilon_high, not 1 + epsilon_high"),
     _Loss("sapo", "sapo", clips=False, note=f"soft gate, always on; {_LENGTH}"),
     _Loss("gspo", "grpo", "sequence", note=f"importance_sampling_level=sequence; {_LENGTH}"),
-    _Loss("luspo", "luspo", "sequence", note="importance_sampling_level=sequence"),
     _Loss("vespo", "vespo", clips=False, note="soft sequence weight, always on"),
 )
 _BOTH_KL = ("grpo", "dapo", "gspo")  # where the KL term is shown both with and without the importance weight
@@ -254,8 +253,7 @@ def _liger_rows() -> list[Peer]:
     for loss, suffix, correction, kl_note in _variants(LigerFusedLinearGRPOLoss().use_bias_correction_kl):
         run = functools.partial(_liger_grpo, loss, correction)
         kl = correction is not None
-        padding = "KL scaled by |y|/T and not masked (padding shown as 0)" if kl and loss.name == "luspo" else ""
-        notes = (kl_note, loss.note, padding, "computes in float32")
+        notes = (kl_note, loss.note, "computes in float32")
         rows.append(_peer(source, f"liger {loss.name}{suffix}", kl, notes, torch.float32, run, loss.clips))
     return rows
 

@@ -26,8 +26,14 @@ def svg(report: Report) -> str:
         'font-family="system-ui, -apple-system, \'Segoe UI\', Roboto, Helvetica, Arial, sans-serif" role="img">',
         "<title>Relative bias of the KL-regularised gradient, off-policy, by library</title>",
         f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="10" fill="{CARD}" stroke="#d4d4cc"/>',
-        _text(24, 32, "How far is the gradient from that of E[R] − β·KL?", 17, INK, weight=600),
-        _text(24, 53, f"Relative bias off-policy, where π, μ and ref all differ; {report.setup}", 13, MUTED),
+        _text(24, 32, "How far is the gradient from the exact one?", 17, INK, weight=600),
+        _text(
+            24,
+            53,
+            f"Relative bias against E[R] − β·KL at the level of its ratios; π, μ, ref differ; {report.setup}",
+            13,
+            MUTED,
+        ),
         *_axis(height),
     ]
     pitch = fitting_pitch(groups)
@@ -35,7 +41,9 @@ def svg(report: Report) -> str:
         parts += _lane(group, TOP + LANE * i, pitch)
     if not groups:
         parts.append(_text(WIDTH / 2, TOP + LANE / 2, "no audited loss has a KL term", 13, MUTED, "middle"))
-    foot = f"Each dot is one loss, run as shipped on enumerated responses of equal length, clip off. {report.date}"
+    foot = (
+        f"Each dot is one loss, its own code on enumerated responses of equal length, clip bounds opened. {report.date}"
+    )
     parts += [_text(24, height - 12, foot, 11, MUTED), "</svg>"]
     return "\n".join(parts) + "\n"
 

@@ -26,9 +26,9 @@ OBJECTIVE_OF_LEVEL = {"token": "token", "sequence": "sequence", "sequence-mean":
 
 
 def unclipped(loss: PolicyLoss) -> PolicyLoss:
-    """The loss with its cuts out of the way. Truncation and gates stay: they are the weight, not a guard."""
-    if isinstance(loss.clip, clip.LogBox):
-        return loss.replace(clip=clip.LogBox(None, None))
+    """The loss with its bounds out of the way. Without a ratio, or with a smooth gate, that is the weight."""
+    if isinstance(loss.clip, clip.LogBox | clip.Truncate):
+        return loss.replace(clip=type(loss.clip)(None, None))
     cuts = loss.clip is not None and loss.clip.action == "cut" and not isinstance(loss.clip, clip.Sigmoid)
     return loss.replace(clip=None, kl_in_clip=None) if cuts else loss
 
@@ -37,9 +37,11 @@ def of_policy_loss(loss: PolicyLoss, name: str, source: str = "rpg") -> Subject:
     def coefficients(loss: PolicyLoss) -> Coefficients:
         def compute(b: Batch, beta: float) -> Tensor:
             logp_NT = b.logp_NT.clone().requires_grad_()
-            sized = loss.replace(beta=beta if loss.divergence != "none" else 0.0)
+            # the control variate has zero mean over independent batches, of which an enumeration is none
+            sized = loss.replace(beta=beta if loss.divergence != "none" else 0.0, control_variate=False)
             rollout_NT = b.old_logp_NT if loss.mismatch is not None else None
-            out = sized(logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT, rollout_NT)
+            keep = torch.ones_like(b.mask_NT) if "keep" in loss.needs else None
+            out = sized(logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT, rollout_NT, keep=keep)
             (c_NT,) = torch.autograd.grad(out.loss.sum(), logp_NT)
             return c_NT * sized.count(b.mask_NT).double()
 

@@ -208,7 +208,7 @@ class Report:
     @property
     def setup(self) -> str:
         seeds = self.audit.seeds
-        return f"β = {self.audit.beta:g}, mean over {seeds} seed{'s' if seeds != 1 else ''}"
+        return f"β = {self.audit.beta:g}, median of {seeds} seed{'s' if seeds != 1 else ''}"
 
     @property
     def version_text(self) -> str:

@@ -97,9 +97,20 @@ _LEFT = Column(
     _plain(lambda line: share(line.row(THREE_POLICIES).left)),
 )
 
+_CLIPPED = Column(
+    "clipped",
+    "relative bias with the clip in place; three policies",
+    _bias(lambda line: line.row(THREE_POLICIES).clipped_bias),
+)
+_COSINE = Column(
+    "cosine",
+    "between the expected gradient and the exact one; three policies",
+    _plain(lambda line: f"{line.row(THREE_POLICIES).cosine:.3f}"),
+)
+
 MAIN = [_LOSS, _RIGHT, _CLAIM, *_FIXED, _WORST_VARIABLE, _KL]
-DETAILS = [_LOSS, *_VARIABLE, _SEQUENCE, _VARIANCE, _CUT, _LEFT]
-EVERYTHING = [_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL, _SEQUENCE, _VARIANCE, _CUT, _LEFT]
+DETAILS = [_LOSS, *_VARIABLE, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT]
+EVERYTHING = [_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT]
 
 
 def console() -> Console:
