@@ -221,12 +221,48 @@ def test_gradient_share(divergence, level, seed):
 def test_gradient_share_of_a_small_beta_in_float32():
     """β = 1e-4 and ratios within a percent of 1, as in training: a share of 1e-6 is no rounding error."""
     b = Batch(0, rows=200, columns=50, drift=0.01, rubbish=0.0)
-    for name in ("rpg-urkl", "rpg-reinforce-urkl", "rpg-reinforce-ufkl"):
+    for name in ("rpg-reinforce-urkl", "rpg-reinforce-ufkl"):
         loss = rpg.algorithm(name).loss
         want = b.metrics(loss)["kl/gradient_share"]
         assert 0 < want < 1e-5
         out = loss(b.logp.float(), b.old.float(), b.a.float(), b.mask, ref_logp=b.ref.float())
         assert float(out.metrics["kl/gradient_share"]) == pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize("divergence", ["rkl", "urkl"])
+def test_gradient_share_of_algorithm_1_counts_what_flows_through_the_advantage(divergence):
+    b = Batch(1, rubbish=0.0)
+    loss = PolicyLoss(divergence, 0.3, "differentiable", clip.DualClip(), reduction="none")
+    logp = b.logp.clone().requires_grad_()
+    out = loss(logp, b.old, b.a, b.mask, ref_logp=b.ref)
+    (c,) = torch.autograd.grad(out.loss.sum(), logp)
+    w, shift = (b.logp - b.old).exp(), {"rkl": 1.0, "urkl": 0.0}[divergence]
+    regularised = b.a[:, None] - 0.3 * (b.logp - b.ref + shift)
+    reward = -loss.clip.weight(w, regularised) * b.a[:, None]
+    kl_size, reward_size = (c - reward)[b.mask].abs().sum(), reward[b.mask].abs().sum()
+    assert float(out.metrics["kl/gradient_share"]) == pytest.approx(float(kl_size / (kl_size + reward_size)), rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradient_share_of_a_kl_to_go(level):
+    b = Batch(2, rubbish=0.0)
+    loss = PolicyLoss("urkl", 0.3, level=level, reduction="none", kl_to_go=True)
+    parts = []
+    for part in (loss.replace(divergence="none", kl_to_go=False), loss):
+        logp = b.logp.clone().requires_grad_()
+        part(logp, b.old, b.a if part is not loss else 0 * b.a, b.mask, ref_logp=b.ref).loss.sum().backward()
+        parts.append(float(logp.grad[b.mask].abs().sum()))
+    share = float(loss(b.logp, b.old, b.a, b.mask, ref_logp=b.ref).metrics["kl/gradient_share"])
+    assert share == pytest.approx(parts[1] / sum(parts), rel=1e-5)
+
+
+def test_bounded_mismatch_is_counted():
+    logp, mask = torch.full((2, 3), -1.0), torch.ones(2, 3)
+    rollout = logp - torch.tensor([[9.0, 9.0, 9.0], [1.0, 25.0, 1.0]])
+    for level, share in {"token": 1 / 6, "sequence": 1.0}.items():
+        loss = PolicyLoss("none", 0, mismatch=rpg.mismatch.Mismatch(level))
+        metrics = loss(logp, logp, torch.ones(2), mask, rollout_logp=rollout).metrics
+        assert float(metrics["mismatch/bounded"]) == pytest.approx(share)
 
 
 # ---- exact expectations ----------------------------------------------------------------------------------------------
@@ -270,7 +306,7 @@ def test_mismatch_kl_is_unbiased_under_samples_from_the_sampler():
 def test_metrics_are_detached_scalars(name, rubbish):
     b = Batch(3, rubbish=rubbish)
     logp = b.logp.clone().requires_grad_()
-    loss = rpg.algorithm(name).loss
+    loss = rpg.algorithm(name, needs=()).loss
     out = loss(logp, b.old, b.a, b.mask, ref_logp=b.ref, rollout_logp=b.rollout, entropy=b.entropy)
     for key, value in out.metrics.items():
         assert isinstance(value, torch.Tensor), key

@@ -7,7 +7,7 @@ import torch
 
 import rpg
 from rpg import PolicyLoss, clip, vocabulary_kl
-from rpg.mismatch import TIS
+from rpg.mismatch import TIS, Mismatch
 
 B, T = 3, 4
 NAMES = ("logp", "old_logp", "advantages", "mask")
@@ -42,7 +42,8 @@ def refuse(names, loss=PolicyLoss(), kind=ValueError, **changes):  # noqa: B008
     "name", ["old_logp", "mask", "ref_logp", "rollout_logp", "exact_kl", "entropy", "keep", "score_sq"]
 )
 def test_wrong_shapes(name, shape):
-    refuse(f"{name} {[B, T]} {list(shape)}", PolicyLoss(control_variate=True), **{name: torch.ones(shape)})
+    loss = PolicyLoss(control_variate=name == "score_sq")
+    refuse(f"{name} {[B, T]} {list(shape)}", loss, **{name: torch.ones(shape)})
 
 
 @pytest.mark.parametrize("shape", [(B,), (B, T, 1), ()])
@@ -57,7 +58,7 @@ def test_wrong_shape_of_advantages(shape):
 
 @pytest.mark.parametrize("level", ["sequence", "sequence-mean"])
 def test_sequence_levels_take_one_number_per_response(level):
-    loss = PolicyLoss(level=level, control_variate=True)
+    loss = PolicyLoss(level=level)
     refuse(f"advantages {[B]} {level}", loss, advantages=torch.ones(B, T))
     refuse(f"keep {[B]}", loss, keep=torch.ones(B, T))
     refuse(f"score_sq {[B]}", loss, score_sq=torch.ones(B, T))
@@ -128,10 +129,42 @@ def test_missing_rollout_logp():
 
 
 def test_token_mismatch_at_sequence_level():
+    for options in ({"level": "sequence"}, {"level": "sequence-mean"}, {"kl_to_go": True}):
+        with pytest.raises(ValueError) as error:
+            PolicyLoss(mismatch=TIS(level="token"), **options)
+        one_line(error, "level", "mismatch")
+        assert PolicyLoss(mismatch=TIS(level="sequence"), **options).mismatch
+
+
+def test_what_a_method_needs():
     args, _ = batch()
-    with pytest.raises(ValueError) as error:
-        PolicyLoss(level="sequence", mismatch=TIS())(*args, rollout_logp=args[1])
-    one_line(error, "level", "mismatch")
+    for name, missing in {
+        "grpo": "ref_logp",
+        "grpo-corrected": "ref_logp",
+        "reinforce++-baseline": "ref_logp",
+        "capo": "keep",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            rpg.algorithm(name).loss(*args)
+        one_line(error, missing)
+    assert rpg.algorithm("grpo", beta=0.0).loss(*args).loss.isfinite(), "without a KL term there is no anchor"
+
+
+def test_exact_kl_that_would_be_ignored():
+    kl = torch.zeros(B, T).requires_grad_()
+    for loss in (
+        PolicyLoss("none", 0.0),
+        PolicyLoss("urkl", 0.0),
+        PolicyLoss("urkl", kl_to_go=True),
+        PolicyLoss("urkl", clip=clip.RPGClip(), kl_in_clip=True),
+    ):
+        refuse("exact_kl", loss, exact_kl=kl)
+    refuse("exact_kl gradient", logp=-torch.ones(B, T).requires_grad_(), exact_kl=kl.detach())
+
+
+def test_a_control_variate_whose_mean_would_not_be_zero():
+    refuse("keep control_variate", PolicyLoss(control_variate=True), keep=torch.ones(B, T))
+    assert PolicyLoss(control_variate=True, mismatch=Mismatch()).control_variate
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
@@ -165,7 +198,11 @@ def test_token_mismatch_at_sequence_level():
         ({"kl_to_go": True, "divergence": "fkl"}, "kl_to_go divergence"),
         ({"kl_to_go": True, "divergence": "none"}, "kl_to_go divergence"),
         ({"kl_to_go": True, "level": "sequence-mean"}, "kl_to_go level"),
-        ({"control_variate": True, "reduction": "seq-mean-token-mean"}, "control_variate reduction"),
+        ({"control_variate": True, "reduction": "seq-mean-token-mean"}, "control_variate"),
+        ({"control_variate": True, "reduction": "seq-mean-token-mean", "level": "sequence"}, "control_variate"),
+        ({"control_variate": True, "level": "sequence-mean"}, "control_variate"),
+        ({"control_variate": True, "mismatch": TIS()}, "control_variate mismatch"),
+        ({"max_log_ratio": 41.0}, "max_log_ratio"),
         ({"kl_in_clip": True}, "kl_in_clip"),
         ({"kl_in_clip": True, "divergence": "none", "clip": clip.Box()}, "kl_in_clip"),
         ({"kl_in_clip": True, "divergence": "k3", "clip": clip.Box()}, "kl_in_clip"),
@@ -198,7 +235,7 @@ def test_small_numbers_are_allowed():
     assert PolicyLoss(max_log_ratio=0.5).max_log_ratio == 0.5
     assert PolicyLoss(reduction="constant", constant=0.5).constant == 0.5
     assert PolicyLoss(kl_ratio_cap=0.5).kl_ratio_cap == 0.5
-    assert PolicyLoss(max_log_ratio=80, beta=0).beta == 0
+    assert PolicyLoss(max_log_ratio=40, beta=0).beta == 0
 
 
 def test_replace_suggests_the_nearest():

@@ -70,18 +70,18 @@ def gradient(loss, logp, *args, **kwargs):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("method", rpg.algorithms())
 def test_every_rule_on_every_preset(method, name):
+    """A rule that names no level takes the loss's: per token, or the product over the response."""
     logp, old, a, mask, ref, rollout = batch(3)
-    plain = rpg.algorithm(method).loss
-    loss = rpg.algorithm(method, mismatch=RULES[name]).loss
+    plain = rpg.algorithm(method, needs=()).loss
+    loss = plain.replace(mismatch=RULES[name])
     args = (logp, old, a, mask, ref)
-    if plain.level != "token" and RULES[name].level == "token":
-        with pytest.raises(ValueError, match="mismatch level='sequence'") as error:
-            loss(*args, rollout_logp=rollout)
-        assert "\n" not in str(error.value)
-        return
     got = gradient(loss, *args, rollout_logp=rollout)
     assert torch.isfinite(got).all()
-    want = gradient(plain, *args) * weights(name, logp, old, a, mask, rollout)
+    if plain.level != "token" and RULES[name].level is None:
+        product = weights("exact-sequence", logp, old, a, mask, rollout)
+        want = gradient(plain, *args) * RULES[name].weight(product)
+    else:
+        want = gradient(plain, *args) * weights(name, logp, old, a, mask, rollout)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-14)
     assert (got != 0).any()
 
@@ -97,20 +97,20 @@ def test_weights(name, seed):
     got = gradient(loss, logp, old, sign, mask, rollout_logp=rollout)
     want = weights(name, logp, old, sign, mask, rollout)
     torch.testing.assert_close(got, -sign[:, None] * want)
-    dropped = (want == 0)[mask] if RULES[name].level == "token" else ((want == 0) & mask).any(-1)[mask.any(-1)]
+    dropped = (want == 0)[mask] if RULES[name].level is None else ((want == 0) & mask).any(-1)[mask.any(-1)]
     metrics = loss(logp, old, sign, mask, rollout_logp=rollout).metrics
     assert float(metrics["mismatch/dropped"]) == pytest.approx(float(dropped.double().mean()))
 
 
 def test_the_kl_term_is_weighted_too():
     logp, old, a, mask, ref, rollout = batch(5)
-    for loss in (
-        PolicyLoss("urkl", 0.5, kl_to_go=True, reduction="none"),
-        PolicyLoss("k3", 0.5, "differentiable", clip.Box(), reduction="none"),
+    product = ((old - rollout) * mask).sum(-1, keepdim=True).exp()
+    for loss, level, weight in (
+        (PolicyLoss("urkl", 0.5, kl_to_go=True, reduction="none"), "sequence", product),
+        (PolicyLoss("k3", 0.5, "differentiable", clip.Box(), reduction="none"), "token", (old - rollout).exp()),
     ):
-        got = gradient(loss.replace(mismatch=Mismatch()), logp, old, 0 * a, mask, ref, rollout)
-        want = gradient(loss, logp, old, 0 * a, mask, ref) * (old - rollout).exp()
-        torch.testing.assert_close(got, want)
+        got = gradient(loss.replace(mismatch=Mismatch(level)), logp, old, 0 * a, mask, ref, rollout)
+        torch.testing.assert_close(got, gradient(loss, logp, old, 0 * a, mask, ref) * weight)
     loss = PolicyLoss("rkl", 0.5, reduction="none")
     exact_kl = torch.rand(logp.shape, dtype=torch.float64)
     got = loss.replace(mismatch=Mismatch())(logp, old, a, mask, ref, rollout, exact_kl=exact_kl).loss
@@ -183,8 +183,14 @@ def test_errors(make, name):
 
 
 def test_defaults_are_the_published_ones():
-    assert TIS() == TIS("token", 2.0)
-    assert IcePop() == IcePop("token", 0.5, 5.0)
+    assert TIS() == TIS(None, 2.0)
+    assert IcePop() == IcePop(None, 0.5, 5.0)
     assert MIS() == MIS("sequence", 0.0, 2.0)
     assert SequenceMask() == SequenceMask("sequence", 0.1)
-    assert Mismatch().level == "token"
+    assert Mismatch().level is None
+    assert [Mismatch().level_for(level) for level in ("token", "sequence", "sequence-mean")] == [
+        "token",
+        "sequence",
+        "sequence",
+    ]
+    assert TIS(level="sequence").level_for("token") == "sequence"

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rpg import PolicyLoss, clip, vocabulary_kl
+from rpg import PolicyLoss, clip, logit_score_sq, vocabulary_kl
 from rpg.clipping import INF
 from rpg.mismatch import SequenceMask
 from rpg.objective import bounded
@@ -234,21 +234,40 @@ def test_bounded_exponents_keep_their_gradient(estimator):
         close(bounded_x.detach(), tensor(-2, -1, 2, 2))
     close(torch.autograd.grad(bounded(x, 2.0).sum(), x)[0], torch.ones_like(x))
     logp, old, ref = tensor([-1.0, -9.0, -2.0]), tensor([-5.0, -1.0, -2.5]), tensor([-9, -0.5, -1])
+    given = (logp, old, tensor(2.0), torch.ones(1, 3), ref)
     loss = PolicyLoss("rkl", BETA, estimator, reduction="none", max_log_ratio=3.0)
-    w, log_u = (logp - old).clamp(-3, 3).exp(), (logp - ref).clamp(-3, 3)
-    close(gradient(loss, logp, old, tensor(2.0), torch.ones(1, 3), ref), -2 * w + BETA * w * (log_u + 1))
-    v = (ref - old).clamp(-3, 3).exp()
-    close(gradient(loss.replace(divergence="fkl"), logp, old, tensor(0.0), torch.ones(1, 3), ref), -BETA * v)
+    w, v, u = ((x - y).clamp(-3, 3).exp() for x, y in ((logp, old), (ref, old), (logp, ref)))
+    close(gradient(loss, *given), -2 * w + BETA * w * (logp - ref + 1))
+    close(gradient(loss.replace(divergence="fkl"), *given), -2 * w - BETA * v)
+    close(gradient(loss.replace(divergence="k3"), *given), -2 * w + BETA * (1 - 1 / u))
 
 
-def test_the_value_of_a_kl_to_go():
-    """differentiable: β·W_{≤t}·log u_t, whose mean is the KL; reinforce: −sg(ω)·log π."""
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_kl_to_go_by_hand(estimator):
+    """−sg(ω)·log π with ω_t = −β·Σ_{t'≥t} W_{≤t'}·log u_t', for rkl less β·W_{≤t}; W bounded, its gradient kept."""
     logp, old, ref, mask = tensor([-1.0, -2.0]), tensor([-1.5, -1.8]), tensor([-0.7, -2.4]), torch.ones(1, 2)
-    prefix, log_u = tensor([0.5, 0.3]).exp(), tensor([-0.3, 0.4])
-    to_go = tensor([float(prefix[0, 0] * -0.3 + prefix[0, 1] * 0.4), float(prefix[0, 1] * 0.4)])
-    for estimator, value in {"differentiable": prefix * log_u, "reinforce": (to_go + prefix) * logp}.items():
-        loss = PolicyLoss("rkl", BETA, estimator, reduction="none", kl_to_go=True)
-        close(loss(logp, old, tensor(0.0), mask, ref).loss, BETA * value)
+    for limit, exponents in ((20.0, (0.5, 0.3)), (0.4, (0.4, 0.3))):
+        first, both = map(math.exp, exponents)
+        to_go, prefix = tensor([first * -0.3 + both * 0.4, both * 0.4]), tensor([first, both])
+        for divergence, slope in {"urkl": to_go, "rkl": to_go + prefix}.items():
+            loss = PolicyLoss(divergence, BETA, estimator, reduction="none", kl_to_go=True, max_log_ratio=limit)
+            close(gradient(loss, logp, old, tensor(0.0), mask, ref), BETA * slope)
+            close(loss(logp, old, tensor(0.0), mask, ref).loss, BETA * slope * logp)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name in RULES if name not in TRUNCATING])
+def test_the_control_variate_is_fitted_to_the_coefficients(name, estimator):
+    """c = Σ w·ω / Σ w² over the other responses, where ω is what this very loss puts in front of ∇log π."""
+    logp, old, ref, mask, a = batch()
+    w = (logp - old).exp() * mask
+    for divergence in ("none", *EXACT, "k3"):
+        loss = PolicyLoss(divergence, BETA, estimator, RULES[name], reduction="none")
+        plain = gradient(loss, logp, old, a, mask, ref)
+        top, bottom = (-w * plain).sum(-1), w.square().sum(-1)
+        c = (top.sum() - top) / (bottom.sum() - bottom)
+        got = gradient(loss.replace(control_variate=True), logp, old, a, mask, ref)
+        close(got, plain + c.unsqueeze(-1) * w)
 
 
 def test_the_control_variate_is_zero_where_the_others_weigh_nothing():
@@ -271,7 +290,7 @@ def test_denominators_at_their_guards():
     close(own, sum(each[i, :n].sum() / n for i, n in enumerate([5, 3, 1, 4, 2])))
     with (
         mock.patch.object(torch.distributed, "is_initialized", return_value=True),
-        mock.patch.object(torch.distributed, "all_reduce", side_effect=lambda x: x.mul_(4)),
+        mock.patch.object(torch.distributed, "all_reduce", side_effect=lambda x, group: x.mul_(4)),
         mock.patch.object(torch.distributed, "get_world_size", return_value=8),
     ):
         assert float(PolicyLoss().step_denominator(torch.ones(2, 3))) == 3.0
@@ -285,3 +304,12 @@ def test_a_token_removed_from_the_vocabulary_adds_nothing(divergence):
     wider = vocabulary_kl(torch.cat([logits, removed], -1), torch.cat([ref, removed], -1), divergence)
     close(wider, whole)
     close(*(torch.autograd.grad(x.sum(), logits)[0] for x in (wider, whole)))
+
+
+def test_the_squared_score_of_the_logits():
+    rng = torch.Generator().manual_seed(0)
+    logits, tokens = torch.randn(2, 3, 5, generator=rng), torch.randint(5, (2, 3), generator=rng)
+    leaf = logits.clone().requires_grad_()
+    chosen = leaf.log_softmax(-1).gather(-1, tokens.unsqueeze(-1))
+    expected = torch.autograd.grad(chosen.sum(), leaf)[0].square().sum(-1)
+    torch.testing.assert_close(logit_score_sq(logits, tokens), expected)

@@ -93,7 +93,7 @@ def sound(loss, per_token=False):
 
 @pytest.mark.parametrize("name", rpg.algorithms())
 def test_every_preset(name):
-    loss = rpg.algorithm(name).loss
+    loss = rpg.algorithm(name, needs=()).loss
     sound(loss)
     if loss.level == "token":
         sound(loss, per_token=True)
@@ -121,7 +121,7 @@ def test_every_combination(divergence, estimator, level):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_options(level, estimator, extra, reduction):
-    if level == "token" and reduction == "seq-mean-token-mean" and "control_variate" in extra:
+    if reduction == "seq-mean-token-mean" and "control_variate" in extra:
         return
     for divergence in ("rkl", "urkl"):
         sound(PolicyLoss(divergence, 0.1, estimator, clip.RPGClip(), level, reduction, **extra))
@@ -137,7 +137,7 @@ def test_mismatch(rule):
 @pytest.mark.parametrize("name", rpg.algorithms())
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 5), (5, 1)])
 def test_small_batches(name, rows, columns):
-    loss = rpg.algorithm(name).loss
+    loss = rpg.algorithm(name, needs=()).loss
     logp = torch.full((rows, columns), -1.0).requires_grad_()
     out = loss(logp, logp.detach() - 0.1, torch.ones(rows), torch.ones(rows, columns))
     out.loss.backward()
@@ -181,25 +181,25 @@ def test_the_gradient_at_the_bound_is_that_of_the_bounded_ratio(estimator, diver
     a, beta = torch.full((len(pairs),), 0.5, dtype=torch.float64), 0.1
     loss = PolicyLoss(divergence, beta, estimator, reduction="none")
     loss(logp, logp - log_w, a, torch.ones_like(log_w), ref_logp=logp - log_u).loss.sum().backward()
-    w, lu, v = log_w.clamp(-20, 20).exp(), log_u.clamp(-20, 20), (log_w - log_u).clamp(-20, 20).exp()
+    w, v = log_w.clamp(-20, 20).exp(), (log_w - log_u).clamp(-20, 20).exp()
     kl = {
         "none": 0 * w,
         "fkl": -v,
         "ufkl": w - v,
-        "rkl": w * (lu + 1),
-        "urkl": w * lu,
+        "rkl": w * (log_u + 1),
+        "urkl": w * log_u,
         "k1": torch.ones_like(w),
-        "k2": lu,
-        "k3": 1 - torch.exp(-lu),
+        "k2": log_u,
+        "k3": 1 - torch.exp(-log_u.clamp(-20, 20)),
     }[divergence]
     torch.testing.assert_close(logp.grad, -w * 0.5 + beta * kl)
     assert (logp.grad != 0).all()
 
 
-def test_max_log_ratio_80_does_not_overflow():
+def test_the_largest_max_log_ratio_does_not_overflow():
     for level in LEVELS:
         for divergence in DIVERGENCES:
-            loss = PolicyLoss(divergence, 0.1, "reinforce", clip.RPGClip(), level=level, max_log_ratio=80.0)
+            loss = PolicyLoss(divergence, 0.1, "reinforce", clip.RPGClip(), level=level, max_log_ratio=40.0)
             _, _, out = run(loss, Batch(torch.float32, (NAN,)), metrics=False)
             assert torch.isfinite(out.metrics["ess"])
             assert torch.isfinite(out.metrics["mismatch/ess"])
@@ -229,7 +229,7 @@ def test_half_precision_is_computed_in_float32():
     old, ref = logp - torch.randn(4, 8, generator=g).bfloat16(), logp - torch.randn(4, 8, generator=g).bfloat16()
     a, mask = torch.randn(4, generator=g), torch.ones(4, 8)
     for name in rpg.algorithms():
-        loss = rpg.algorithm(name).loss
+        loss = rpg.algorithm(name, needs=()).loss
         half = logp.clone().requires_grad_()
         full = logp.float().requires_grad_()
         got = loss(half, old, a.bfloat16(), mask.bfloat16(), ref_logp=ref).loss
@@ -245,7 +245,7 @@ def test_half_precision_is_computed_in_float32():
 
 @pytest.mark.parametrize("name", rpg.algorithms())
 def test_an_all_masked_batch(name):
-    loss = rpg.algorithm(name).loss
+    loss = rpg.algorithm(name, needs=()).loss
     for rubbish in (0.0, NAN, -INF, 1e30):
         logp = torch.full((2, 3), rubbish).requires_grad_()
         args = (logp, torch.full((2, 3), rubbish), torch.full((2,), rubbish), torch.zeros(2, 3))
@@ -263,7 +263,7 @@ def test_an_all_masked_batch(name):
 def test_an_all_masked_micro_batch_with_every_clip(rule):
     logp = torch.full((2, 3), NAN).requires_grad_()
     for level in LEVELS:
-        loss = PolicyLoss("urkl", 0.1, clip=rule, level=level, control_variate=True)
+        loss = PolicyLoss("urkl", 0.1, clip=rule, level=level, control_variate=level != "sequence-mean")
         out = loss(logp, logp.detach(), torch.full((2,), NAN), torch.zeros(2, 3), denominator=torch.tensor(7.0))
         out.loss.backward()
         assert float(out.loss.detach()) == 0.0
@@ -291,7 +291,7 @@ def test_an_empty_row_changes_nothing_but_the_counts():
     mask[2] = 0
     keep = [0, 1, 3]
     for name in rpg.algorithms():
-        loss = rpg.algorithm(name).loss
+        loss = rpg.algorithm(name, needs=()).loss
         a[2] = NAN
         with_row = loss(logp, old, a, mask, ref_logp=ref)
         without = loss(logp[keep], old[keep], a[keep], mask[keep], ref_logp=ref[keep])

@@ -82,8 +82,9 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     inner = {k: v for k, v in overrides.items() if k in of_clip - of_loss}
     if inner:
         changes["clip"] = replace(rule, **inner)  # type: ignore[type-var]
-    formula = f"{made.formula} Changed: {', '.join(overrides)}." if overrides else made.formula
-    return replace(made, formula=formula, loss=made.loss.replace(**changes))
+    loss = made.loss.replace(**changes)
+    formula = made.formula if loss == made.loss else f"{made.formula} Changed: {', '.join(overrides)}."
+    return replace(made, formula=formula, loss=loss)
 
 
 def _preset(loss: PolicyLoss, advantage: Advantage, **around: object) -> Algorithm:

@@ -89,6 +89,9 @@ class PolicyLoss:
         one_of("estimator", self.estimator, ESTIMATORS)
         one_of("level", self.level, LEVELS)
         one_of("reduction", self.reduction, REDUCTIONS)
+        object.__setattr__(self, "needs", tuple(self.needs))
+        for name in self.needs:
+            one_of("needs", name, _WHY_NEEDED)
         if not self.beta >= 0:
             raise ValueError(f"beta must be at least 0; got {self.beta}. J = E[R] - beta*D: the sign is in the formula")
         if not 0 < self.max_log_ratio <= 40:

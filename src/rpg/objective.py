@@ -34,7 +34,7 @@ class Ratios:
     log_u: Tensor  # log π/ref
     logp: Tensor  # log π
     log_v: Callable[[], Tensor] | None  # log ref/μ, for the divergences that ask for it; None: ref = μ
-    limit: float  # of every exponent
+    limit: float = 20.0  # of every exponent
 
     @cached_property
     def v(self) -> Tensor | float:

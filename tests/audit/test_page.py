@@ -138,7 +138,7 @@ def test_the_numbers_of_the_details_are_those_of_the_json(read, report):
     assert len(rows) == len(report.lines)
     for shown, line in zip(rows, report.lines, strict=True):
         own, sequence = line.row(THREE_POLICIES), line.row(THREE_POLICIES, objective="sequence")
-        expected = (sequence.bias, own.variance, own.cut, own.left, own.clipped_bias)
+        expected = (sequence.bias, own.cosine, own.variance, own.cut, own.left, own.clipped_bias)
         assert shown["values"] == [v for v in expected if v is not None]
 
 

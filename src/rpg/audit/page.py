@@ -390,9 +390,9 @@ def details(report: Report) -> str:
     explained = tag(
         "p",
         "All with three policies and fixed lengths. “vs. sequence” is the bias against the sequence objective, "
-        "whatever its level; “cosine” is that of the "
-        "expected and the exact gradient; “variance” is over |∇J|²; “cut” is the share of tokens that the clip cuts off from "
-        "the reward, “left” the gradient that remains on them over |∇J|; “clipped bias” is the bias with the clip on.",
+        "whatever its level; “cosine” is that of the expected and the exact gradient; “variance” is over |∇J|²; “cut” "
+        "is the share of tokens that the clip cuts off from the reward, “left” the gradient that remains on them over "
+        "|∇J|; “clipped bias” is the bias with the clip on.",
     )
     table = tag("div", tag("table", head, *bodies, class_="details"), class_="scroll")
     return tag(
