@@ -32,8 +32,8 @@ test: lint $(VERL)/ready            ## lint, types and every test, the peers' re
 audit: $(VENV)/ready $(VERL)/ready            ## every loss, and the real losses of TRL, Liger and verl, against the exact gradient
 	$(BIN)/rpg audit --peers
 
-audit-page: $(VENV)/ready $(VERL)/ready            ## the same, written into docs/
-	$(BIN)/rpg audit --peers --html docs/audit.html --svg docs/audit.svg --markdown docs/audit-table.md
+audit-page: $(VENV)/ready $(VERL)/ready            ## the same over 40 problems, written into docs/ (some 15 minutes)
+	$(BIN)/rpg audit --peers --seeds 40 --html docs/audit.html --svg docs/audit.svg --markdown docs/audit-table.md
 
 bench: $(VENV)/ready            ## the loss's overhead over a hand-written expression
 	$(BIN)/python benchmarks/loss_overhead.py

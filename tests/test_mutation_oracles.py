@@ -14,7 +14,7 @@ import torch
 from rpg import PolicyLoss, clip, logit_score_sq, vocabulary_kl
 from rpg.clipping import INF
 from rpg.mismatch import SequenceMask
-from rpg.objective import bounded
+from rpg.objective import Ratios, bounded
 
 BETA = 0.3
 EXACT = ("fkl", "rkl", "ufkl", "urkl")
@@ -233,6 +233,7 @@ def test_bounded_exponents_keep_their_gradient(estimator):
     for bounded_x in (bounded(x, 2.0), bounded(x.detach(), 2.0)):
         close(bounded_x.detach(), tensor(-2, -1, 2, 2))
     close(torch.autograd.grad(bounded(x, 2.0).sum(), x)[0], torch.ones_like(x))
+    assert Ratios(x, x, x, None).limit == PolicyLoss().max_log_ratio == 20
     logp, old, ref = tensor([-1.0, -9.0, -2.0]), tensor([-5.0, -1.0, -2.5]), tensor([-9, -0.5, -1])
     given = (logp, old, tensor(2.0), torch.ones(1, 3), ref)
     loss = PolicyLoss("rkl", BETA, estimator, reduction="none", max_log_ratio=3.0)
@@ -312,4 +313,5 @@ def test_the_squared_score_of_the_logits():
     leaf = logits.clone().requires_grad_()
     chosen = leaf.log_softmax(-1).gather(-1, tokens.unsqueeze(-1))
     expected = torch.autograd.grad(chosen.sum(), leaf)[0].square().sum(-1)
-    torch.testing.assert_close(logit_score_sq(logits, tokens), expected)
+    torch.testing.assert_close(logit_score_sq(leaf, tokens), expected)  # a number: no gradient flows through it
+    assert not logit_score_sq(leaf, tokens).requires_grad

@@ -323,6 +323,8 @@ def describe(a: Algorithm) -> dict[str, Any]:
 def _options(a: Algorithm) -> dict[str, Any]:
     """Everything that ``rpg.algorithm(name, option=…)`` can change, with its value."""
     of_loss = {f.name: getattr(a.loss, f.name) for f in fields(a.loss) if f.name not in ("clip", "mismatch")}
+    if a.advantage.beta:  # its KL is in the reward, where the option goes too
+        of_loss["beta"] = a.advantage.beta
     of_clip = {} if a.loss.clip is None else _clip_fields(a.loss.clip)
     around = ("reference", "dynamic_sampling", "overlong_penalty", "curvature_gate")
     advantage = {f.name: getattr(a.advantage, f.name) for f in fields(a.advantage)}
@@ -335,8 +337,12 @@ def _clip_fields(rule: Clip) -> dict[str, Any]:
 
 def clip_text(rule: Clip | None) -> str:
     """RPGClip 0.8–1.28, c=10"""
+    from .clipping import Adaptive
+
     if rule is None:
         return "none"
+    if isinstance(rule, Adaptive):
+        return f"Adaptive {rule.target_ess or rule.target_kl:g}"
     low, high = rule.bounds()
     bounds = {(0.0, float("inf")): "", (1.0, 1.0): " w = 1"}.get((low, high))
     if bounds is None:
