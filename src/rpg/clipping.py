@@ -349,7 +349,7 @@ def curvature_keep(
     delta_hessian: float = 1e-2,
     top_k: int = 50,
 ) -> Tensor:
-    """CAPO's token gate (arXiv 2510.00819), [N] bool: pass it to a loss as ``keep``.
+    """CAPO's token gate (arXiv 2510.00819), [N] bool over tokens: pass it to a loss as ``keep``, reshaped to [B,T].
 
     It predicts, at the last layer, how far one optimiser step d on this token alone would move the policy. Kept if
     m_F < delta_fisher and |m_H| < delta_hessian, where for v = e_a − π, g = A(v⊗h), d the Adam-scaled g and q = d·h,
