@@ -1,4 +1,4 @@
-"""Every preset: the coefficient on each ∇log π as methods.md, section 4 has it, written out here with its numbers."""
+"""Every preset: the coefficient on each ∇log π as its paper has it, written out here with its numbers."""
 
 import math
 import statistics

@@ -49,7 +49,7 @@ RULES = {
     "sigmoid": clip.Sigmoid(1.0, 1.5),
 }
 TRUNCATING = ("truncate", "unweighted", "taper")
-LIMITS = {  # where A ≥ 0, where A < 0; KL3's are those of methods.md, to four digits
+LIMITS = {  # where A ≥ 0, where A < 0; KL3 to four digits
     "none": ((0.0, INF), (0.0, INF)),
     "box": ((0.0, 1.3), (0.8, INF)),
     "dual": ((0.0, 1.28), (0.8, 3.0)),
