@@ -242,7 +242,7 @@ def in_child(finder, module, mutant, sources, promising):
 def brief_hypothesis():
     """Few examples, always the same, no shrinking: a mutant only has to fail."""
     thorough, phases = hypothesis.settings, (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-    quick = {"max_examples": 15, "derandomize": True, "database": None, "phases": phases}
+    quick = {"max_examples": 8, "derandomize": True, "database": None, "phases": phases}
     hypothesis.settings = lambda **given: thorough(**(given | quick))
 
 

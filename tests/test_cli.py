@@ -32,6 +32,10 @@ def wrong(logp, old_logp, advantages, mask, ref_logp, beta):
     k3 = (ref_logp - logp).exp() - 1 - (ref_logp - logp)
     return ((-(logp - old_logp).exp() * advantages[:, None] + beta * k3) * mask).sum() / mask.sum()
 
+def clipped(logp, old_logp, advantages, mask, **rest):
+    w, a = (logp - old_logp).exp(), advantages[:, None]
+    return (-torch.min(w * a, w.clamp(0.8, 1.2) * a) * mask).sum() / mask.sum()
+
 def undefined(logp, old_logp, advantages, mask):
     return (logp * mask).sum() * float("nan")
 
@@ -110,6 +114,16 @@ def test_strict_fails_on_a_biased_loss_only(losses, names, strict, code):
     assert got == code
     assert all(f"my_losses.py:{name}" in out for name in names)
     assert (f"{losses}:wrong" in err) == (code == 1)
+
+
+def test_a_clip_is_noticed_and_a_small_drift_stays_inside_it(losses):
+    argv = ["audit", f"{losses}:clipped", "--divergence", "none", "--strict"]
+    code, _, err = inside(*argv)
+    assert code == 1
+    assert re.search(r"\d+% of its tokens do not answer to the reward .*--drift 0.05", err)
+    code, _, err = inside(*argv, "--drift", "0.05")
+    assert (code, err) == (0, "")
+    assert "do not answer" not in inside("audit", f"{losses}:wrong", "--seeds", "1")[2]
 
 
 def test_strict_does_not_pass_what_is_undefined(losses):
