@@ -54,7 +54,8 @@ class Peer:
         """The objective that the peer's importance weights are exact for, where they are exact at all."""
         if "gspo" in self.name or "geo_mean" in self.name:
             return "geometric" if self.divergence == "none" else "geometric, token KL"
-        return "sequence" if "rloo" in self.name or "vespo" in self.name else "token"
+        whole = "rloo" in self.name or ("vespo" in self.name and self.divergence == "none")  # its KL is per token
+        return "sequence" if whole else "token"
 
 
 def peers(verl_python: str | None = None) -> tuple[list[Peer], list[str]]:
