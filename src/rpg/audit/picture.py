@@ -134,7 +134,7 @@ def wrap(text: str, width: float, most: int, size: float = 11.5) -> list[str]:
         elif len(rows) < most:
             rows.append(name)
         else:
-            rows[-1] = f"{rows[-1].rstrip(";")} · {len(names) - i} more"
+            rows[-1] = rows[-1].rstrip(";") + f" · {len(names) - i} more"
             break
     return rows
 
