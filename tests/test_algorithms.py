@@ -260,6 +260,13 @@ def test_overrides():
     assert make("dapo").loss.clip.high == 0.28  # presets are not shared state
 
 
+def test_the_formula_says_what_was_changed():
+    published = rpg.algorithm("grpo").formula
+    assert "Changed" not in published
+    assert rpg.algorithm("grpo", beta=0.04, high=0.2).formula == published  # the published values
+    assert rpg.algorithm("grpo", beta=0.5, high=0.3).formula == f"{published} Changed: beta, high."
+
+
 def test_beta_never_falls_on_deaf_ears():
     """reinforce++ has its β in the reward; a method without a KL term has none to set."""
     assert rpg.algorithm("reinforce++").advantage.beta == 0.01

@@ -257,11 +257,12 @@ def test_gradient_share_of_a_kl_to_go(level):
 
 
 def test_bounded_mismatch_is_counted():
-    logp, mask = torch.full((2, 3), -1.0), torch.ones(2, 3)
-    rollout = logp - torch.tensor([[9.0, 9.0, 9.0], [1.0, 25.0, 1.0]])
-    for level, share in {"token": 1 / 6, "sequence": 1.0}.items():
+    logp, mask = torch.full((4, 3), -1.0), torch.ones(4, 3)
+    rollout = logp - torch.tensor([[9.0, 9.0, 9.0], [1.0, -25.0, 1.0], [20.0, 0.0, 0.0], [50.0, 0.0, 0.0]])
+    mask[2, 1:], mask[3] = 0, 0
+    for level, share in {"token": 1 / 7, "sequence": 2 / 3}.items():
         loss = PolicyLoss("none", 0, mismatch=rpg.mismatch.Mismatch(level))
-        metrics = loss(logp, logp, torch.ones(2), mask, rollout_logp=rollout).metrics
+        metrics = loss(logp, logp, torch.ones(4), mask, rollout_logp=rollout).metrics
         assert float(metrics["mismatch/bounded"]) == pytest.approx(share)
 
 

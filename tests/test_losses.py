@@ -275,13 +275,14 @@ def test_kl_ratio_cap():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("estimator", ["reinforce", "differentiable"])
-def test_control_variate(estimator, grouped, level):
+@pytest.mark.parametrize("rule", [None, clip.DualClip(), clip.RPGClip()], ids=str)  # Algorithm 1's ω has a leak in it
+def test_control_variate(rule, estimator, grouped, level):
     """c* = Σ w·ω·|s|² / Σ w²·|s|² over the sequences outside one's own group, subtracted as c*·w."""
     b = batch(10, rows=6)
     b.mask[4] = False
     groups = torch.tensor([7, 7, 3, 3, 5, 5]) if grouped else None
     score = batch(99, rows=6).logp.abs() + 0.5 if level == "token" else b.a.abs() + 0.5
-    loss = PolicyLoss("urkl", BETA, estimator, level=level, reduction="none")
+    loss = PolicyLoss("urkl", BETA, estimator, rule, level=level, reduction="none")
     plain = gradient(loss, *b.args(), ref_logp=b.ref)
     log_w = (b.logp - b.old) * b.mask
     w = log_w.exp() if level == "token" else log_w.sum(-1).exp()

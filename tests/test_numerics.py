@@ -151,7 +151,9 @@ def test_small_batches(name, rows, columns):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("limit", [20.0, 2.0])
 def test_bounded_counts_exactly(level, limit):
-    log_w = torch.tensor([[limit, -limit, limit + 0.5], [-3 * limit, 0.0, 0.0], [0.0, 0.0, 9.0], [0.5, -0.5, 50.0]])
+    log_w = torch.tensor(
+        [[limit, -limit, limit + 0.5], [-3 * limit, 0, 0], [-limit / 2, -limit / 4, 9], [0.5, -0.5, 50]]
+    )
     log_u = torch.tensor([[limit, limit / 2, 0.0], [limit, 0.0, 0.0], [-limit - 1, -limit, 9.0], [0.25, 0.25, 50.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]]).bool()
     logp = torch.full((4, 3), -64.0)
