@@ -36,7 +36,7 @@ audit-page: $(VENV)/ready $(VERL)/ready            ## the same over 40 problems,
 	$(BIN)/rpg audit --peers --seeds 40 --html docs/audit.html --svg docs/audit.svg --markdown docs/audit-table.md
 
 bench: $(VENV)/ready            ## the loss's overhead over a hand-written expression
-	OMP_NUM_THREADS= $(BIN)/python benchmarks/loss_overhead.py --repeats 60
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/loss_overhead.py --repeats 60
 
 clean:            ## remove both environments
 	rm -rf $(VENV) $(VERL)
