@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from .checks import choose, one_of
+from .names import choose, one_of
 
 KINDS = ("group-mean", "group-mean-std", "leave-one-out", "batch-whitening", "greedy-baseline", "reward-to-go", "none")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 from . import clipping as clip
 from .advantages import Advantage
-from .checks import choose
 from .losses import PolicyLoss
+from .names import choose
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-def choose(what: str, given: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {given!r}.{hint} Known: {', '.join(names)}"
-
-
-def one_of(what: str, given: str, known: Iterable[str]) -> None:
-    known = tuple(known)
-    if given not in known:
-        raise ValueError(choose(what, str(given), known))
 
 
 def check_shape(name: str, x: Tensor | None, shape: list[int]) -> None:

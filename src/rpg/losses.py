@@ -12,10 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .checks import Inputs, check_batch, check_shape, choose, one_of
+from .checks import Inputs, check_batch, check_shape
 from .clipping import Clip
 from .diagnostics import diagnose
 from .mismatch import Mismatch, SequenceMask
+from .names import choose, one_of
 from .objective import DIVERGENCES, LEVELS, Divergence, Ratios, at_level, bounded, kl_to_go_weight
 
 ESTIMATORS = ("differentiable", "reinforce")

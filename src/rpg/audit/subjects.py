@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import clipping as clip
 from ..algorithms import Algorithm, algorithm, algorithms
-from ..checks import choose
+from ..names import choose
 from ..losses import PolicyLoss
 from ..objective import DIVERGENCES
 from .measure import Coefficients, Subject

@@ -1,0 +1,136 @@
+"""Which curves are drawn, and what to look for in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from .runs import Run, finite
+
+
+@dataclass(frozen=True)
+class Chart:
+    key: str
+    title: str
+    caption: str
+    series: dict[str, str]
+    """metric -> its name in the legend"""
+    unit: str = "number"
+    """number, share (shown in %) or seconds"""
+    stacked: bool = False
+    """parts of a whole, where there is one run"""
+    whole: str = ""
+    """with stacked: the metric that the parts add up to, drawn where there are several runs"""
+    quiet: tuple[str, ...] = ()
+    """curves that are off at first: they would squash the others"""
+
+
+CHARTS = (
+    Chart(
+        "reward",
+        "Reward",
+        "Mean reward of the training responses. If it rises while held-out accuracy does not, the policy memorises "
+        "prompts or has found a hole in the reward.",
+        {"reward/mean": "mean", "reward/std": "std"},
+        quiet=("reward/std",),
+    ),
+    Chart(
+        "groups",
+        "Groups without a signal",
+        "Groups in which all responses, or none, were right. With a group baseline these teach nothing: when both "
+        "shares grow, the batch that is left to learn from shrinks.",
+        {"groups/all_solved": "all solved", "groups/none_solved": "none solved"},
+        "share",
+    ),
+    Chart(
+        "entropy",
+        "Entropy",
+        "Nats per token. A slow fall is learning; a fall to almost zero early on ends exploration, and a steep rise "
+        "is often the first sign of collapse.",
+        {"entropy": "entropy"},
+    ),
+    Chart(
+        "length",
+        "Response length",
+        "Tokens. Growth without growing accuracy is padding; a mean that nears the limit makes truncation, not "
+        "reasoning, decide the reward.",
+        {"length/mean": "mean", "length/max": "longest"},
+        quiet=("length/max",),
+    ),
+    Chart(
+        "truncated",
+        "Truncated responses",
+        "Share of responses cut at the token limit before they could end. What the limit costs in reward is at most "
+        "this; if it grows with length, raise the limit or penalise length.",
+        {"length/truncated": "truncated"},
+        "share",
+    ),
+    Chart(
+        "kl",
+        "KL divergence",
+        "Nats per token: to the sampling policy (old), so how far off-policy a step goes, and to the KL term's "
+        "anchor (ref). A jump in old comes before most instabilities.",
+        {"kl/old": "old", "kl/ref": "ref"},
+    ),
+    Chart(
+        "clip",
+        "Clipped",
+        "Share of samples past each bound. Near zero, the clip does nothing; a share that keeps growing says that "
+        "steps are too large or rollouts are reused too often.",
+        {"clip/low": "low", "clip/high": "high", "clip/dual": "dual"},
+        "share",
+    ),
+    Chart(
+        "ratio",
+        "Importance ratios",
+        "Quantiles of π/μ. They should stay around 1; a tail that runs away makes a few tokens carry the "
+        "whole gradient.",
+        {"ratio/p01": "1 %", "ratio/p50": "median", "ratio/p99": "99 %", "ratio/max": "largest"},
+        quiet=("ratio/max",),
+    ),
+    Chart(
+        "ess",
+        "Effective sample size",
+        "Of the importance weights, as a share of the samples. 100 % is on-policy; at 50 % the gradient is as noisy as "
+        "that of half the batch.",
+        {"ess": "ESS"},
+        "share",
+    ),
+    Chart(
+        "grad",
+        "Gradient norm",
+        "Before it is scaled down to the limit. Lone spikes are caught by the limit; a trend upward is not.",
+        {"grad_norm": "norm"},
+    ),
+    Chart(
+        "mismatch",
+        "Sampler against trainer",
+        "The engine's log-probabilities beside the trainer's for the same tokens. This should be rounding; if it "
+        "grows, the samples come from another policy than the one being trained.",
+        {"mismatch/kl": "KL", "mismatch/max_log_ratio": "largest |log ratio|"},
+        quiet=("mismatch/max_log_ratio",),
+    ),
+    Chart(
+        "time",
+        "Time per step",
+        "Seconds, by part. Rollouts that take ever longer usually follow response length.",
+        {
+            "time/rollout": "rollout",
+            "time/reward": "reward",
+            "time/train": "train",
+            "time/eval": "eval",
+            "time/checkpoint": "checkpoint",
+        },
+        "seconds",
+        stacked=True,
+        whole="time/step",
+    ),
+)
+TRAINING_ACCURACY = "reward/solved"
+
+
+def present(runs: Iterable[Run]) -> tuple[Chart, ...]:
+    """The charts, and in them the curves, that some run has a finite number for."""
+    names = {name for run in runs for row in run.rows for name, value in row.items() if finite(value) is not None}
+    cut = (replace(c, series={name: text for name, text in c.series.items() if name in names}) for c in CHARTS)
+    return tuple(chart for chart in cut if chart.series)

@@ -1,0 +1,272 @@
+"""Runs as one self-contained HTML page. Words and tables need no script; page.js draws the rest."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from datetime import date
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from .. import __version__
+from ..audit.page import tag, unbroken
+from .charts import Chart, present
+from .payload import embed, payload, sampled, stride
+from .runs import Run, finite
+from .scores import Group, averages, groups, scores
+from .tables import results_section, settings_section
+from .words import amount, duration, interval, labels, percent, plural, spread, status, swatch
+
+SCRIPTS = ("chart.js", "samples.js", "page.js")
+
+
+def write(runs: Sequence[Run], output: str | Path) -> None:
+    Path(output).write_text(page(runs), encoding="utf-8")
+
+
+def page(runs: Sequence[Run]) -> str:
+    if not runs:
+        raise ValueError("runs must have at least one run")
+    found = groups(runs)
+    runs = [run for group in found for run in group.runs]
+    charts = present(runs)
+    shown, responses, all_responses = sampled(runs)
+    data = payload(runs, labels(runs), found, charts, shown)
+    tasks = list(dict.fromkeys(task for run in runs for task in scores(run)))
+    curves = [
+        tag("div", class_="toolbar", id="toolbar", role="group", aria_label="Curves"),
+        accuracy_section(runs, any(run["evals"] for run in data["runs"])),
+        results_section(found, tasks) if len(runs) > 1 else "",
+        training_section(charts, stride(runs)),
+    ]
+    sections = [
+        tag("div", *curves, class_="curves"),
+        settings_section(runs, found),
+        samples_section(responses, all_responses),
+    ]
+    script = "'use strict';\n{\n" + "".join(_file(name) for name in SCRIPTS) + "}\n"
+    title = headline(runs, found, tasks)
+    body = [
+        _header(runs, found, tasks, title),
+        tag("main", *sections),
+        _footer(runs),
+        tag("script", embed(data), type="application/json", id="data"),
+        tag("script", script),
+    ]
+    head = tag(
+        "head",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">',
+        '<link rel="icon" href="data:,">',
+        tag("title", escape(title)),
+        tag("style", _file("page.css")),
+    )
+    text = "<!doctype html>\n" + tag("html", head, tag("body", *body), lang="en") + "\n"
+    return text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair, as some tokenizers decode to
+
+
+def _file(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(script: str) -> str:
+    """The page may load nothing and run this one script: a second fence around text that models wrote."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+# ---- the top ---------------------------------------------------------------------------------------------------------
+
+
+def headline(runs: Sequence[Run], found: Sequence[Group], tasks: Sequence[str]) -> str:
+    if len(runs) == 1:
+        run, own = runs[0], scores(runs[0])
+        if not own:
+            return f"{run.algorithm} on {run.task}" if run.task else run.algorithm
+        task, score = next(iter(own.items()))
+        if score.last_step == score.first_step:
+            return f"{percent(score.last)} on {task}"
+        return f"From {percent(score.first)} to {percent(score.last)} on {task}"
+    algorithms = len({run.algorithm for run in runs})
+    what = plural(algorithms, "algorithm") if algorithms > 1 else runs[0].algorithm
+    where = f" on {tasks[0]}" if len(tasks) == 1 else f" on {len(tasks)} tasks" if tasks else ""
+    return f"{what}, {plural(len(runs), 'run')}{where}"
+
+
+def _header(runs: Sequence[Run], found: Sequence[Group], tasks: Sequence[str], title: str) -> str:
+    kicker = tag("p", f"rpg report · {date.today().isoformat()}", class_="kicker")
+    lede = _about(runs[0]) if len(runs) == 1 else _ranking(found, tasks)
+    cards = _cards(runs[0]) if len(runs) == 1 else [_group_card(i, group, tasks) for i, group in enumerate(found)]
+    told = [note for run, label in zip(runs, labels(runs), strict=True) for note in notes(run, label, len(runs) > 1)]
+    warnings = tag("ul", *(tag("li", escape(note)) for note in told), class_="notes") if told else ""
+    return tag("header", kicker, tag("h1", unbroken(title)), lede, tag("ul", *cards, class_="cards"), warnings)
+
+
+def _about(run: Run) -> str:
+    size = finite(run.summary.get("parameters"))
+    model = str(run.fact("model", "")).rstrip("/").rsplit("/", 1)[-1]
+    model += f" ({amount(size)} parameters)" if size else ""
+    parts = [
+        tag("b", escape(run.algorithm)),
+        escape(f"model {model}") if model else "",
+        escape(f"task {run.task}") if run.task else "",
+        escape(f"seed {run.fact('seed', '–')}"),
+        escape(f"on {run.summary['device']}") if run.summary.get("device") else "",
+    ]
+    return tag("p", " · ".join(part for part in parts if part), class_="lede")
+
+
+def _ranking(found: Sequence[Group], tasks: Sequence[str]) -> str:
+    ranked = [(both[0], group) for group in found if tasks and (both := averages(group, tasks[0]))]
+    if len(ranked) < 2:
+        return ""
+    ranked.sort(key=lambda pair: -pair[0].mean)
+    (high, top), (low, bottom) = ranked[0], ranked[-1]
+    text = (
+        f"On {tasks[0]}, {top.label} ends highest with {spread(high)} % ({plural(high.n, 'seed')}), "
+        f"{bottom.label} lowest with {spread(low)} % ({plural(low.n, 'seed')})."
+    )
+    return tag("p", unbroken(text), class_="lede")
+
+
+def _card(title: str, value: str, *lines: str, kind: str | None = None) -> str:
+    texts = (tag("p", unbroken(line)) for line in lines if line)
+    return tag("li", tag("h3", title), tag("strong", unbroken(value)), *texts, class_=kind)
+
+
+def _cards(run: Run) -> list[str]:
+    own = scores(run)
+    cards = []
+    for task, s in own.items():
+        where = f" on {task}" if len(own) > 1 else ""
+        sure = f"95 % interval {interval(s)}" if interval(s) else ""
+        cards.append(
+            _card(escape(f"Last{where}"), percent(s.last), f"{s.metric} at step {s.last_step}", sure, kind="first")
+        )
+        if len(own) == 1:
+            cards.append(_card("Best", percent(s.best), f"at step {s.best_step}", "the highest of noisy readings"))
+            before = "before training" if s.first_step == 0 else f"at step {s.first_step}"
+            cards.append(_card("First", percent(s.first), before, f"{100 * (s.last - s.first):+.1f} points since"))
+    planned = finite(run.fact("steps"))
+    steps = f"{run.step} of {planned:.0f} steps" if planned else plural(run.step, "step")
+    tokens = f"{amount(run.tokens)} tokens sampled" if run.tokens else ""
+    speed = f"{amount(run.speed)} tokens/s" if run.speed else ""
+    cards.append(_card(status(run), duration(run.seconds), steps, ", ".join(t for t in (tokens, speed) if t)))
+    return cards
+
+
+def _group_card(i: int, group: Group, tasks: Sequence[str]) -> str:
+    title = swatch(i) + escape(group.label)
+    for task in tasks:
+        if both := averages(group, task):
+            last, best = both
+            own = [s for run in group.runs if (s := scores(run).get(task))]
+            sure = f"95 % interval {interval(own[0])}" if last.n == 1 and interval(own[0]) else ""
+            seeds = f"last {own[0].metric} on {task}" + (f", {plural(last.n, 'seed')}" if last.n > 1 else "")
+            return _card(title, f"{spread(last)} %", seeds, sure or f"best {spread(best)} %")
+    return _card(title, "–", "no evaluation yet", plural(len(group.runs), "run"))
+
+
+def notes(run: Run, label: str, named: bool) -> list[str]:
+    """What a reader must know before trusting the numbers."""
+    found = []
+    if run.status == "failed" or run.summary.get("message"):
+        found.append(f"{run.status} at step {run.step}" + (f": {m}" if (m := run.summary.get("message")) else ""))
+    failures = run.summary.get("reward_failures")
+    told = {k: n for k, v in (failures.items() if isinstance(failures, dict) else ()) if (n := finite(v))}
+    if told:
+        each = ", ".join(f"{n:.0f} {kind.replace('_', ' ')}" for kind, n in told.items())
+        found.append(f"reward calls that failed: {each}")
+    skipped = sum(finite(row.get("skipped")) or 0 for row in run.rows)
+    if skipped:
+        found.append(f"{plural(int(skipped), 'optimiser step')} skipped: the loss was not finite")
+    found += run.remarks
+    if not run.rows:
+        found.append("no step has been written yet")
+    return [f"{label}: {text}" if named else text[:1].upper() + text[1:] for text in found]
+
+
+# ---- figures: the script fills them ----------------------------------------------------------------------------------
+
+
+def figure(key: str, title: str, caption: str, kind: str = "small") -> str:
+    head = tag("div", tag("h3", escape(title), id=f"title-{key}"), tag("div", class_="tabs"), class_="top")
+    inside = (head, tag("div", class_="readout"), tag("div", class_="plot"), tag("figcaption", unbroken(caption)))
+    return tag("figure", *inside, class_=f"chart {kind}", id=f"chart-{key}")
+
+
+def accuracy_section(runs: Sequence[Run], evaluated: bool) -> str:
+    caption = (
+        "Held-out accuracy, with the 95 % interval of each evaluation as a band"
+        + (
+            "; over several seeds the line is their mean and the band reaches from the lowest to the highest. "
+            if len(runs) > 1
+            else ". "
+        )
+        + "Thin: share of the training responses that were right, on the prompts trained on, which is no test. "
+        "Evaluations are never smoothed."
+    )
+    without = tag("noscript", tag("p", "The curves and the responses need JavaScript; the tables do not."))
+    nothing = "" if evaluated else tag("p", "No evaluation has been written yet.")
+    return tag(
+        "section",
+        tag("h2", "Accuracy"),
+        nothing,
+        without,
+        figure("accuracy", "Share of responses that are right", caption, "large"),
+        id="accuracy",
+    )
+
+
+def training_section(charts: Sequence[Chart], width: int) -> str:
+    if not charts:
+        return ""
+    thinned = (
+        f" These runs are long: each point is the mean of {width} steps, the band reaches from their lowest to their "
+        "highest."
+        if width > 1
+        else ""
+    )
+    lede = (
+        "Point at a curve, or focus it and use ← and →, to read all of them at one step: the numbers as logged, not "
+        "smoothed." + thinned
+    )
+    figures = (figure(chart.key, chart.title, chart.caption) for chart in charts)
+    return tag(
+        "section", tag("h2", "Training"), tag("p", unbroken(lede)), tag("div", *figures, class_="grid"), id="training"
+    )
+
+
+def samples_section(shown: int, total: int) -> str:
+    if not total:
+        return ""
+    left = total - shown
+    some = (
+        f"{shown:,} of the {total:,} responses that were logged, chosen evenly over the steps; {left:,} are left out."
+    )
+    text = (
+        some if left else f"{plural(total, 'response')} that the run logged."
+    ) + " Responses to one prompt stand together."
+    return tag("section", tag("h2", "Responses"), tag("p", text), tag("div", id="browser"), id="samples")
+
+
+def _footer(runs: Sequence[Run]) -> str:
+    versions = list(
+        dict.fromkeys(
+            ", ".join(f"{name} {value}" for name, value in v.items())
+            for run in runs
+            if isinstance(v := run.summary.get("versions"), dict)
+        )
+    )
+    folders = ", ".join(str(run.folder) for run in runs)
+    facts = [
+        ("Folders" if len(runs) > 1 else "Folder", folders),
+        ("Ran with", "; ".join(versions)),
+        ("Page by", f"rpg {__version__}"),
+    ]
+    started = sorted(str(run.summary["started"]) for run in runs if run.summary.get("started"))
+    facts.insert(1, ("Started", started[0] if started else ""))
+    return tag("footer", tag("dl", *(tag("div", tag("dt", k), tag("dd", escape(v))) for k, v in facts if v)))

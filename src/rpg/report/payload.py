@@ -1,0 +1,179 @@
+"""What the page's script draws from: one JSON document, thinned where it would be large, and saying so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from .charts import TRAINING_ACCURACY, Chart
+from .runs import Row, Run, elapsed, finite
+from .scores import Group
+
+POINTS = 1000  # of a curve; beyond, neighbouring steps are averaged
+SAMPLES = 600  # responses on a page
+TEXT = 4000  # characters of a prompt or response; the middle of a longer one is left out
+EVAL = re.compile(r"eval/(?P<task>.+)/(?P<metric>(mean@\d+)(_low|_high)?|pass@\d+|length)")
+
+
+def embed(value: Any) -> str:
+    """JSON that may stand inside a script element, whatever its texts say."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def short(value: float | None, digits: int = 5) -> float | int | None:
+    """As few digits as a curve needs."""
+    if value is None:
+        return None
+    number = float(f"{value:.{digits}g}")
+    return int(number) if number.is_integer() and abs(number) < 1e15 else number
+
+
+def stride(runs: Sequence[Run]) -> int:
+    """Steps averaged into one point, the same for all runs, so that their points stand above each other."""
+    return max((-(-len(run.rows) // POINTS) for run in runs), default=1) or 1
+
+
+def curves(run: Run, charts: Sequence[Chart], width: int) -> Row:
+    """Columns over training steps, and the evaluations, which are never thinned."""
+    names = [name for c in charts for name in (c.whole, *c.series) if name] + [TRAINING_ACCURACY]
+    tokens, seconds, axes = 0.0, 0.0, []
+    for row in run.rows:
+        total = finite(row.get("tokens_total"))
+        tokens = tokens + (finite(row.get("tokens")) or 0.0) if total is None else total
+        seconds += elapsed(row)
+        axes.append((row["step"], tokens, seconds))
+    bins: dict[int, list[int]] = {}
+    for i, row in enumerate(run.rows):
+        if any(name in row for name in names):
+            bins.setdefault(row["step"] if width == 1 else (row["step"] - 1) // width, []).append(i)
+    x = {
+        axis: [short(axes[rows[-1]][k], 9) for rows in bins.values()]
+        for k, axis in enumerate(("step", "tokens", "time"))
+    }
+    columns: dict[str, list[Any]] = {}
+    lowest: dict[str, list[Any]] = {}
+    highest: dict[str, list[Any]] = {}
+    lost: dict[str, int] = {}
+    for name in names:
+        binned = [[n for i in rows if (n := finite(run.rows[i].get(name))) is not None] for rows in bins.values()]
+        if any(binned):
+            columns[name] = [short(sum(b) / len(b)) if b else None for b in binned]
+            if width > 1:
+                lowest[name] = [short(min(b), 3) if b else None for b in binned]
+                highest[name] = [short(max(b), 3) if b else None for b in binned]
+        bad = sum(name in row and finite(row[name]) is None for row in run.rows)
+        if bad:
+            lost[name] = bad
+    return {"x": x, "columns": columns, "lowest": lowest, "highest": highest, "lost": lost, "evals": _evals(run, axes)}
+
+
+def _evals(run: Run, axes: Sequence[tuple[float, ...]]) -> dict[str, Row]:
+    """By task: {"x": {"step": […], …}, "columns": {"mean@8": […], "mean@8_low": […], …}}"""
+    places: dict[str, dict[int, Row]] = {}
+    for i, row in enumerate(run.rows):
+        for name, value in row.items():
+            if name.startswith("eval/") and (match := EVAL.fullmatch(name)):
+                places.setdefault(match["task"], {}).setdefault(i, {})[match["metric"]] = short(finite(value))
+    return {
+        task: {
+            "x": {axis: [short(axes[i][k], 9) for i in at] for k, axis in enumerate(("step", "tokens", "time"))},
+            "columns": {
+                name: [found.get(name) for found in at.values()]
+                for name in dict.fromkeys(n for f in at.values() for n in f)
+            },
+        }
+        for task, at in places.items()
+    }
+
+
+# ---- sampled responses -----------------------------------------------------------------------------------------------
+
+
+def gather(run: Run, index: int) -> list[Row]:
+    """Responses to one prompt at one step belong together."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for sample in run.samples:
+        key = (
+            int(sample["step"]),
+            str(sample.get("split", "train")),
+            str(sample.get("group", 0)),
+            _text(sample, "prompt"),
+        )
+        group = found.setdefault(
+            key,
+            {
+                "run": index,
+                "step": key[0],
+                "split": key[1],
+                "group": key[2],
+                "prompt": _middle(key[3]),
+                "answer": _middle(_text(sample, "answer")),
+                "level": sample.get("level") if isinstance(sample.get("level"), (int, float, str)) else None,
+                "responses": [],
+            },
+        )
+        group["responses"].append(
+            {
+                "text": _middle(_text(sample, "response")),
+                "reward": short(finite(sample.get("reward"))),
+                "advantage": short(finite(sample.get("advantage"))),
+                "length": short(finite(sample.get("length"))),
+                "finished": bool(sample.get("finished", True)),
+            }
+        )
+    for group in found.values():
+        group["level"] = short(finite(group["level"])) if not isinstance(group["level"], str) else group["level"]
+    return sorted(found.values(), key=lambda g: (g["step"], g["split"]))
+
+
+def evenly(found: list[Row], responses: int) -> list[Row]:
+    """Whole groups, evenly from first to last, that have about as many responses."""
+    total = sum(len(group["responses"]) for group in found)
+    if total <= responses:
+        return found
+    keep = max(1, len(found) * responses // total)
+    places = {round(i * (len(found) - 1) / max(keep - 1, 1)) for i in range(keep)}
+    return [group for i, group in enumerate(found) if i in places]
+
+
+def sampled(runs: Sequence[Run]) -> tuple[list[Row], int, int]:
+    """Groups to show, how many responses these are, and how many there were."""
+    share = SAMPLES // max(1, sum(bool(run.samples) for run in runs))
+    shown = [group for index, run in enumerate(runs) for group in evenly(gather(run, index), share)]
+    return shown, sum(len(group["responses"]) for group in shown), sum(len(run.samples) for run in runs)
+
+
+def _text(sample: Row, name: str) -> str:
+    value = sample.get(name)
+    return "" if value is None else str(value)
+
+
+def _middle(text: str) -> str:
+    if len(text) <= TEXT:
+        return text
+    half = TEXT // 2
+    return f"{text[:half]}\n\n[… {len(text) - 2 * half:,} characters left out of this page …]\n\n{text[-half:]}"
+
+
+def payload(
+    runs: Sequence[Run], labels: Sequence[str], groups: Sequence[Group], charts: Sequence[Chart], shown: list[Row]
+) -> Row:
+    place = {id(run): i for i, run in enumerate(runs)}
+    width = stride(runs)
+    return {
+        "stride": width,
+        "runs": [
+            {"name": label, "seed": str(run.fact("seed", "–")), **curves(run, charts, width)}
+            for run, label in zip(runs, labels, strict=True)
+        ],
+        "groups": [{"label": group.label, "runs": [place[id(run)] for run in group.runs]} for group in groups],
+        "charts": [
+            {name: getattr(c, name) for name in ("key", "title", "series", "unit", "stacked", "whole", "quiet")}
+            for c in charts
+        ],
+        "training": TRAINING_ACCURACY,
+        "samples": shown,
+    }

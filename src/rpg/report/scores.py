@@ -1,0 +1,149 @@
+"""The numbers of the tables: each run's first, last and best evaluation, and their means over seeds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from .runs import Row, Run, finite
+
+METRIC = re.compile(r"eval/(?P<task>.+)/(?P<metric>mean@\d+)")
+SAME_ANYWAY = re.compile(
+    r"(seed|output|device|name)$|(log|checkpoint)\."
+)  # settings that do not make another experiment
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run on one task."""
+
+    metric: str  # mean@8
+    first: float
+    last: float
+    best: float
+    first_step: int
+    last_step: int
+    best_step: int
+    low: float | None = None  # 95 % interval of last
+    high: float | None = None
+
+
+def scores(run: Run) -> dict[str, Score]:
+    """By task. From the rows, the evaluation before training included; from the summary where rows have none."""
+    points: dict[str, list[tuple[int, str, float, Row]]] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            match, number = METRIC.fullmatch(name), finite(value)
+            if match and number is not None:
+                points.setdefault(match["task"], []).append((row["step"], match["metric"], number, row))
+    found = {task: _score(task, seen) for task, seen in points.items()}
+    told = run.summary.get("eval")
+    for task, said in told.items() if isinstance(told, dict) else ():
+        if task not in found and isinstance(said, dict) and finite(said.get("last")) is not None:
+            found[task] = _told(run, said)
+    return found
+
+
+def _score(task: str, seen: list[tuple[int, str, float, Row]]) -> Score:
+    metric = seen[-1][1]
+    points = [(step, value, row) for step, name, value, row in seen if name == metric]  # one k, the latest
+    (first_step, first, _), (last_step, last, row) = points[0], points[-1]
+    best_step, best, _ = max(points, key=lambda point: point[1])  # the earliest, if several
+    low, high = (finite(row.get(f"eval/{task}/{metric}_{end}")) for end in ("low", "high"))
+    return Score(metric, first, last, best, first_step, last_step, best_step, low, high)
+
+
+def _told(run: Run, said: dict[str, Any]) -> Score:
+    def number(name: str, default: float) -> float:
+        value = finite(said.get(name))
+        return default if value is None else value
+
+    last = number("last", math.nan)
+    return Score(
+        str(said.get("metric", "mean")),
+        number("first", last),
+        last,
+        number("best", last),
+        0,
+        run.step,
+        int(number("best_step", run.step)),
+        finite(said.get("last_low")),
+        finite(said.get("last_high")),
+    )
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of the same experiment: alike but for the seed."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Average:
+    mean: float
+    deviation: float | None  # of the sample; None: one run
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Average:
+        return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+
+
+def flat(config: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{"optim": {"lr": 1}} -> ("optim.lr", 1)"""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def settings(run: Run) -> dict[str, str]:
+    known = {key: str(value) for key, value in flat(run.config)}
+    return known or {
+        key: str(run.summary[key]) for key in ("algorithm", "model", "task", "steps") if key in run.summary
+    }
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Settings that are not the same in all runs; – where a run has none. Seed and output are expected to differ."""
+    all_settings = [settings(run) for run in runs]
+    keys = dict.fromkeys(key for each in all_settings for key in each if key not in ("seed", "output", "name"))
+    table = {key: [each.get(key, "–") for each in all_settings] for key in keys}
+    return {key: values for key, values in table.items() if len(set(values)) > 1}
+
+
+def groups(runs: Sequence[Run]) -> list[Group]:
+    """By algorithm, and where one algorithm was run with several settings, by these too: they are no seeds."""
+    found: list[Group] = []
+    for algorithm in dict.fromkeys(run.algorithm for run in runs):
+        same = [run for run in runs if run.algorithm == algorithm]
+        differ = {key: values for key, values in differences(same).items() if not SAME_ANYWAY.match(key)}
+        members: dict[tuple[str, ...], list[Run]] = {}
+        for i, run in enumerate(same):
+            members.setdefault(tuple(f"{key} {values[i]}" for key, values in differ.items()), []).append(run)
+        found += [Group(_label(algorithm, what), tuple(those)) for what, those in members.items()]
+    labels = [group.label for group in found]
+    return [g if labels.count(g.label) == 1 else Group(f"{g.label} ({g.runs[0].name})", g.runs) for g in found]
+
+
+def _label(algorithm: str, what: Sequence[str]) -> str:
+    more = (f"{len(what) - 3} more",) if len(what) > 3 else ()
+    return ", ".join((algorithm, *what[:3], *more))
+
+
+def averages(group: Group, task: str) -> tuple[Average, Average] | None:
+    """Last and Best on a task: each run's own, averaged over the runs that were evaluated on it."""
+    own = [score for run in group.runs if (score := scores(run).get(task))]
+    if not own:
+        return None
+    return Average.of([s.last for s in own]), Average.of([s.best for s in own])

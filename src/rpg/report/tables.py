@@ -1,0 +1,123 @@
+"""Last and best, every run, and the settings in which runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ..audit.page import tag, unbroken
+from .runs import Run
+from .scores import Group, Score, averages, differences, scores, settings
+from .words import amount, duration, interval, labels, percent, spread, status, swatch
+
+
+def results_section(found: Sequence[Group], tasks: Sequence[str]) -> str:
+    parts = [tag("h2", "Results")]
+    if tasks:
+        parts += [_last_best(found, tasks)]
+    return tag("section", *parts, tag("h3", "Every run"), _every_run(found, tasks), id="results")
+
+
+def _last_best(found: Sequence[Group], tasks: Sequence[str]) -> str:
+    table = {(g, task): averages(group, task) for g, group in enumerate(found) for task in tasks}
+    top = {
+        (task, k): max(both[k].mean for (_, t), both in table.items() if both and t == task)
+        for task in tasks
+        for k in (0, 1)
+    }
+    metrics = {
+        task: sorted({s.metric for g in found for run in g.runs if (s := scores(run).get(task))}) for task in tasks
+    }
+    over = (
+        tag("th", tag("b", escape(task)), escape(" / ".join(metrics[task]) + ", %"), colspan=2, scope="colgroup")
+        for task in tasks
+    )
+    names = "".join(tag("th", text, scope="col") for _ in tasks for text in ("Last", "Best"))
+    head = tag("thead", tag("tr", tag("td"), tag("td"), *over), tag("tr", *_heads("algorithm", "seeds"), names))
+    rows, unfinished = [], False
+    for i, group in enumerate(found):
+        cells = []
+        early = any(run.status not in ("finished", "unknown") for run in group.runs)
+        unfinished |= early
+        for task in tasks:
+            both = table[i, task]
+            for k in (0, 1):
+                if both is None:
+                    cells.append(tag("td", "–", class_="number"))
+                    continue
+                text = tag("data", escape(spread(both[k])), value=repr(both[k].mean))
+                best = len(found) > 1 and both[k].mean >= top[task, k] - 1e-9
+                cells.append(tag("td", tag("strong", text) if best else text, class_="number"))
+        name = swatch(i) + escape(group.label) + (" †" if early else "")
+        rows.append(tag("tr", tag("th", name, scope="row"), tag("td", str(len(group.runs)), class_="number"), *cells))
+    caption = (
+        "Last: the last evaluation of each run. Best: the highest of each run, which favours runs with many or noisy "
+        "evaluations. Means over seeds ± their standard deviation; bold: highest in its column, which is no test of "
+        "significance."
+    )
+    caption += " † Not all of its runs are finished." if unfinished else ""
+    inside = tag("table", head, tag("tbody", *rows), class_="results")
+    return tag("figure", _scroll(inside, "Last and best accuracy"), tag("figcaption", unbroken(caption)))
+
+
+def _heads(*texts: str) -> str:
+    return "".join(tag("th", text, scope="col") for text in texts)
+
+
+def _scroll(table: str, label: str) -> str:
+    """Wide tables scroll inside; the page does not."""
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=label)
+
+
+def _every_run(found: Sequence[Group], tasks: Sequence[str]) -> str:
+    runs = [run for group in found for run in group.runs]
+    many = len(tasks) > 1
+    columns = ["task"] * many + ["first", "last", "95 % interval", "best", "at step"]
+    head = _heads("run", "algorithm", "seed", "status", "step", *columns, "time", "tokens/s")
+    bodies = []
+    for run, label in zip(runs, labels(runs), strict=True):
+        own, over = scores(run), (tasks or [""])
+        tall = {"rowspan": len(over)} if len(over) > 1 else {}
+        before = [escape(run.algorithm), escape(str(run.fact("seed", "–"))), status(run)]
+        left = tag("th", escape(label), scope="row", **tall) + "".join(tag("td", text, **tall) for text in before)
+        left += tag("td", str(run.step), class_="number", **tall)
+        right = [tag("td", unbroken(t), class_="number", **tall) for t in (duration(run.seconds), amount(run.speed))]
+        rows = []
+        for task in over:
+            s = own.get(task)
+            numbers = [task] * many + (["–"] * 5 if s is None else _score_cells(s))
+            cells = [tag("td", unbroken(text), class_="number") for text in numbers]
+            rows.append(tag("tr", left, *cells, *right))
+            left, right = "", []
+        bodies.append(tag("tbody", *rows))
+    return _scroll(tag("table", tag("thead", tag("tr", head)), *bodies, class_="runs"), "Every run")
+
+
+def _score_cells(s: Score) -> list[str]:
+    return [percent(s.first), percent(s.last), interval(s) or "–", percent(s.best), str(s.best_step)]
+
+
+def settings_section(runs: Sequence[Run], found: Sequence[Group]) -> str:
+    shared = {
+        key: value for key, value in settings(runs[0]).items() if all(settings(r).get(key) == value for r in runs)
+    }
+    parts = [tag("h2", "Settings")]
+    if len(runs) > 1:
+        differ = differences(runs)
+        if differ:
+            place = {id(run): i for i, run in enumerate(runs)}
+            heads = _heads("setting", *(escape(group.label) for group in found))
+            rows = []
+            for key, values in differ.items():
+                each = (" / ".join(dict.fromkeys(values[place[id(run)]] for run in group.runs)) for group in found)
+                cells = (tag("td", escape(text)) for text in each)
+                rows.append(tag("tr", tag("th", tag("code", escape(key)), scope="row"), *cells))
+            table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", *rows), class_="differences")
+            parts += [tag("p", "Only what differs, seed and output aside."), _scroll(table, "Settings that differ")]
+        else:
+            parts.append(tag("p", "These runs differ in nothing but their seeds and folders."))
+    if shared:
+        pairs = "".join(tag("div", tag("dt", escape(k)), tag("dd", escape(v))) for k, v in shared.items())
+        title = "All of them" if len(runs) == 1 else f"The {len(shared)} settings that all runs share"
+        parts.append(tag("details", tag("summary", title), tag("dl", pairs)))
+    return tag("section", *parts, id="settings") if len(parts) > 1 else ""

@@ -1,0 +1,286 @@
+"""The native engine: the trainer's own model, its keys and values in slots, finished slots refilled from the queue.
+
+There is no copy of the weights and nothing to synchronise. Any transformers model that calls its attention through the
+attention interface and keeps keys and values in a cache works; prompts of a group are read once and shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import Rollout, Sampling
+from .sampling import sample, uniforms
+
+ATTENTION = "rpg-slots"
+
+
+class SlotCache:
+    """Keys and values of up to ``slots`` sequences, each from position 0. Rows 0 … live−1 are in use.
+
+    It stands in for transformers' Cache: attention layers call ``update`` and attend over what it returns.
+    """
+
+    is_compileable = False
+
+    def __init__(self, slots: int, capacity: int):
+        self.slots, self.capacity = slots, capacity
+        self.keys: list[Tensor] = []  # a layer: [slots, heads, capacity, width]
+        self.values: list[Tensor] = []
+        self.read: list[tuple[Tensor, Tensor]] | None = None  # keys and values of the prompts being read, a layer each
+        self.position_A = torch.empty(0, dtype=torch.long)  # where each live row writes next
+        self.longest = 0
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.read is not None:
+            self.read.append((key, value))
+            return key, value
+        live, end = len(self.position_A), self.longest
+        at = torch.arange(live, device=key.device), slice(None), self.position_A
+        self.keys[layer][at] = key[:, :, 0]
+        self.values[layer][at] = value[:, :, 0]
+        return self.keys[layer][:live, :, :end], self.values[layer][:live, :, :end]
+
+    def admit(self, row: int, which_M: Tensor) -> None:
+        """The prompts that were read move in from ``row`` on; which_M says which prompt each row gets."""
+        assert self.read is not None
+        for layer, (key, value) in enumerate(self.read):
+            if layer == len(self.keys):
+                shape = self.slots, key.shape[1], self.capacity
+                self.keys.append(key.new_zeros(*shape, key.shape[3]))
+                self.values.append(value.new_zeros(*shape, value.shape[3]))
+            self.keys[layer][row : row + len(which_M), :, : key.shape[2]] = key[which_M]
+            self.values[layer][row : row + len(which_M), :, : value.shape[2]] = value[which_M]
+        self.read = None
+
+    def move(self, source_M: Tensor, target_M: Tensor) -> None:
+        for store in (*self.keys, *self.values):
+            store[target_M, :, : self.longest] = store[source_M, :, : self.longest]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self.read is not None else self.longest
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+_attending: list[SlotCache] = []  # the cache of the generation in progress
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention over slots: while prompts are read plain causal attention, then each row over its own length."""
+    for name in ("softcap", "s_aux"):
+        if rest.get(name) is not None:
+            raise NotImplementedError(f"the native engine does not know this architecture's attention option {name!r}")
+    cache = _attending[-1]
+    reading = cache.read is not None
+    mask: Tensor | None = None
+    if not reading:
+        place = torch.arange(key.shape[2], device=key.device)
+        visible = place <= cache.position_A[:, None]
+        if sliding_window is not None:
+            visible = visible & (place > cache.position_A[:, None] - sliding_window)
+        mask = visible[:, None, None, :]
+    elif sliding_window is not None and key.shape[2] > sliding_window:
+        gap = torch.arange(key.shape[2], device=key.device)
+        gap = gap[:, None] - gap[None, :]
+        mask = (gap >= 0) & (gap < sliding_window)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=reading and mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2), None
+
+
+@contextmanager
+def attending(model: Any, cache: SlotCache) -> Iterator[None]:
+    """Within, the model's attention layers read ``cache``."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, slot_attention)
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
+    before = [config._attn_implementation for config in configs]
+    training = model.training
+    _attending.append(cache)
+    try:
+        for config in configs:
+            config._attn_implementation = ATTENTION
+        model.eval()
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+        model.train(training)
+        _attending.pop()
+
+
+class NativeEngine:
+    def __init__(self, model: Any, tokenizer: Any, slots: int = 256):
+        self.model, self.slots = model, slots
+        ends = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
+        flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+        if not flat:
+            raise ValueError("the model has no end token: neither its tokenizer nor its generation config names one")
+        self.end_ids = sorted(set(flat))
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        n: int = 1,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        seed: int = 0,
+        *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[list[Rollout]]:
+        """See ``Engine``."""
+        how = Sampling(max_new_tokens, temperature, top_p, top_k)
+        if not prompt_ids or n < 1:
+            return [[] for _ in prompt_ids]
+        if any(not prompt for prompt in prompt_ids):
+            raise ValueError("a prompt is empty: it needs at least one token")
+        batch = _Batch(self.model, self.end_ids, prompt_ids, n, how, seed, min(self.slots, n * len(prompt_ids)))
+        with attending(self.model, batch.cache):
+            while batch.unfinished:
+                batch.refill()
+                batch.step()
+                if progress is not None:
+                    progress(batch.done)
+        return batch.rollouts()
+
+
+class _Batch:
+    """One call of generate. Request r is sample r % n of prompt r // n; all state of live rows is in tensors over A."""
+
+    def __init__(
+        self,
+        model: Any,
+        end_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        how: Sampling,
+        seed: int,
+        slots: int,
+    ):
+        self.model, self.prompts, self.n, self.how = model, prompts, n, how
+        self.device = model.device
+        total = len(prompts) * n
+        self.cache = SlotCache(slots, max(map(len, prompts)) + how.max_new_tokens)
+        self.cache.position_A = self._tensor([])
+        self.ends = self._tensor(end_ids)
+        self.uniform = torch.stack(
+            [torch.from_numpy(uniforms(seed, r // n, r % n, how.max_new_tokens)) for r in range(total)]
+        ).to(self.device)
+        self.tokens = torch.zeros(total, how.max_new_tokens, dtype=torch.long, device=self.device)
+        self.logp = torch.zeros(total, how.max_new_tokens, device=self.device)
+        self.length = torch.zeros(total, dtype=torch.long, device=self.device)
+        self.ended = torch.zeros(total, dtype=torch.bool, device=self.device)
+        self.request_A = self._tensor([])  # which request each live row works on
+        self.next = 0  # the next request to be admitted
+        self.done = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return self.done < self.length.shape[0]
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+    def refill(self) -> None:
+        """Admit requests, when enough slots are free to be worth a pass over their prompts."""
+        total, slots, live = len(self.prompts) * self.n, self.cache.slots, len(self.request_A)
+        while self.next < total and (live == 0 or slots - live >= max(1, slots // 8)):
+            count = min(slots - live, total - self.next)
+            requests = range(self.next, self.next + count)
+            self.next += count
+            first = requests[0] // self.n
+            chosen = [self.prompts[i] for i in range(first, requests[-1] // self.n + 1)]
+            logits = self._read(chosen)
+            which = self._tensor([r // self.n - first for r in requests])
+            self.cache.admit(live, which)
+            lengths = self._tensor([len(prompt) for prompt in chosen])[which]
+            self.request_A = torch.cat([self.request_A, self._tensor(list(requests))])
+            self.cache.position_A = torch.cat([self.cache.position_A, lengths])
+            self._draw(logits[which], slice(live, None))
+            live = len(self.request_A)
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """One pass over prompts padded on the right; the logits after each one's last token."""
+        ids = self._tensor([0]).repeat(len(prompts), max(map(len, prompts)))
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = self._tensor(prompt)
+        self.cache.read = []
+        last = self._tensor([len(prompt) - 1 for prompt in prompts])
+        position = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
+        return self._forward(ids, position, last)
+
+    def _forward(self, ids: Tensor, position: Tensor, last: Tensor | None = None) -> Tensor:
+        hidden = self.model.base_model(
+            input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True
+        ).last_hidden_state
+        at = hidden[:, -1] if last is None else hidden[torch.arange(len(ids), device=self.device), last]
+        return self.model.get_output_embeddings()(at)
+
+    def step(self) -> None:
+        """One more token for every live row."""
+        if len(self.request_A):
+            ids = self.tokens[self.request_A, self.length[self.request_A] - 1]
+            self.cache.longest = int(self.cache.position_A.max()) + 1
+            logits = self._forward(ids[:, None], self.cache.position_A[:, None])
+            self.cache.position_A = self.cache.position_A + 1
+            self._draw(logits, slice(None))
+
+    def _draw(self, logits: Tensor, rows: slice) -> None:
+        """Sample the next token of some live rows; rows that are through make room."""
+        request, how = self.request_A[rows], self.how
+        at = request, self.length[request]
+        token, logp = sample(logits, self.uniform[at], how.temperature, how.top_p, how.top_k)
+        self.tokens[at], self.logp[at] = token, logp
+        ended = torch.isin(token, self.ends)
+        self.length[request] += 1
+        self.ended[request] = ended
+        over = ended | (self.length[request] == how.max_new_tokens)
+        if bool(over.any()):
+            self.done += int(over.sum())
+            live = torch.ones_like(self.request_A, dtype=torch.bool)
+            live[rows] = ~over
+            self._compact(live)
+
+    def _compact(self, live_A: Tensor) -> None:
+        """The last live rows move into the gaps, so that live rows stay together at the front."""
+        count = int(live_A.sum())
+        target, source = (~live_A[:count]).nonzero()[:, 0], live_A[count:].nonzero()[:, 0] + count
+        if len(target):
+            self.cache.longest = int(self.cache.position_A.max()) + 1
+            self.cache.move(source, target)
+            self.request_A[target] = self.request_A[source]
+            self.cache.position_A[target] = self.cache.position_A[source]
+        self.request_A, self.cache.position_A = self.request_A[:count], self.cache.position_A[:count]
+
+    def rollouts(self) -> list[list[Rollout]]:
+        lengths, ended = self.length.tolist(), self.ended.tolist()
+        tokens, logp = self.tokens.tolist(), self.logp.tolist()
+        flat = [Rollout(tokens[r][:t], logp[r][:t], ended[r]) for r, t in enumerate(lengths)]
+        return [flat[i : i + self.n] for i in range(0, len(flat), self.n)]

@@ -1,0 +1,50 @@
+"""Prompts and verifiers: tasks by name, from a file, or of your own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..names import choose
+from .builtin import BUILTIN
+from .files import load_file, split
+from .importing import load_function
+from .scoring import Scorer, Scores
+from .task import Problem, Reward, Task
+from .verify import verify
+
+__all__ = ["Problem", "Reward", "Scorer", "Scores", "Task", "load_task", "verify"]
+
+FILES = (".jsonl", ".json")
+
+
+def load_task(name: str, seed: int = 0, test: str | None = None) -> Task:
+    """A built-in task, a .jsonl or .json file, or ``my_task.py:make``, a function that returns a Task.
+
+    ``test``: where to take the held-out problems from instead of the task's own.
+    """
+    task = _load(name, seed)
+    if test is None:
+        return task
+    other = load_file(test) if test.endswith(FILES) else _load(test, seed).test
+    return replace(task, test=other)
+
+
+def _load(name: str, seed: int) -> Task:
+    if name in BUILTIN:
+        return BUILTIN[name](seed)
+    if name.endswith(FILES):
+        train, test = split(load_file(name))
+        return Task(Path(name).stem, train, test, verify_reward)
+    if ":" in name:
+        made = load_function(name)()
+        if not isinstance(made, Task):
+            raise ValueError(f"{name} must return a rpg.tasks.Task; it returned {type(made).__name__}")
+        return made
+    what = f"{choose('task', name, BUILTIN)}"
+    raise ValueError(f"{what}, or a .jsonl file, or my_task.py:make")
+
+
+def verify_reward(response: str, answer: str, prompt: str) -> float:
+    """1 where the response's final answer is right."""
+    return float(verify(response, answer))

@@ -1,0 +1,29 @@
+"""A task: problems to train on, problems held out, and a reward function that looks at the response alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str
+    answer: str
+    level: int = 0  # difficulty, where the task grades it
+
+
+class Reward(Protocol):
+    """What a response is worth. Responses with a reward above one half count as solved."""
+
+    def __call__(self, response: str, answer: str, prompt: str) -> float: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    train: Sequence[Problem]
+    test: Sequence[Problem]
+    reward: Reward | Callable[[str, str, str], float]
+    trusted: bool = False  # the reward cannot hang or crash: it is called directly, not in a process of its own

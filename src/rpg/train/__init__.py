@@ -1,0 +1,1 @@
+"""The loop: configuration, experience, updates, the reference policy, checkpoints, evaluation, logging."""

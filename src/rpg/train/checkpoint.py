@@ -1,0 +1,284 @@
+"""Checkpoints that are whole or not there: checkpoints/step-000040/{model/, trainer/}.
+
+A checkpoint is written into a hidden folder, hashed, flushed to the disk and renamed. One killed on the way leaves a
+hidden folder, which the next save or load removes. Tensors are safetensors, the rest is JSON: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = 1
+MANIFEST = "trainer/manifest.json"
+NAME = re.compile(r"step-(\d{6,})")
+SAVING, REPLACED, REMOVED = ".saving-", ".replaced-", ".removed-"  # hidden folders; only the second is worth keeping
+REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file is larger than the system allows",
+    errno.EACCES: "no permission to write",
+    errno.EPERM: "no permission to write",
+    errno.EROFS: "the disk is read-only",
+}
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be written or read; its text is one line."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that verified when it was loaded."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / "model"
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What save() was given under this name, on the CPU."""
+        try:
+            return load_file(self.folder / "trainer" / f"{name}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder}: cannot read the tensors of {name!r}: {_line(error)}") from error
+
+
+def save(
+    root: Path,
+    step: int,
+    write_model: Callable[[Path], None],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint, or raise CheckpointError and leave the earlier ones as they are.
+
+    ``write_model`` fills the folder it is given (``model.save_pretrained``). ``state`` is JSON: tuples turn into lists.
+    """
+    name = f"step-{step:06d}"
+    document = json.dumps(dict(state))  # a mistake in it is the caller's: before anything is written
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root):
+            _clean(root)
+            folder = root / f"{SAVING}{name}"
+            try:
+                (folder / "model").mkdir(parents=True)
+                (folder / "trainer").mkdir()
+                write_model(folder / "model")
+                for key, group in tensors.items():
+                    save_file(_owned(group), folder / "trainer" / f"{key}.safetensors", metadata={"format": "pt"})
+                (folder / "trainer" / "state.json").write_text(document, encoding="utf-8")
+                _seal(folder, step)
+                _put(folder, root / name)
+            finally:
+                _clean(root)
+    except Exception as error:
+        if _errno(error) is None:
+            raise
+        raise CheckpointError(_failure(root, name, error)) from error
+    return root / name
+
+
+def load(root: Path, warn: Callable[[str], None] = warnings.warn) -> Checkpoint | None:
+    """The newest checkpoint that is whole; each newer one that is not goes to ``warn``, in one line."""
+    if root.is_dir():
+        with contextlib.suppress(OSError), _locked(root, wait=False):  # else someone is saving, or we may only read
+            _clean(root)
+    for folder in reversed(list(found(root).values())):
+        try:
+            return read(folder)
+        except CheckpointError as error:
+            warn(str(error))
+    return None
+
+
+def read(folder: Path) -> Checkpoint:
+    """This checkpoint, verified."""
+    wrong = verify(folder)
+    if wrong is not None:
+        raise CheckpointError(f"{folder} is damaged: {wrong}")
+    try:
+        state = json.loads((folder / "trainer" / "state.json").read_text(encoding="utf-8"))
+        return Checkpoint(_manifest(folder)["step"], folder, state)
+    except (OSError, ValueError) as error:  # gone or changed since: someone else is at work in there
+        raise CheckpointError(f"{folder} cannot be read: {_line(error)}") from error
+
+
+def found(root: Path) -> dict[int, Path]:
+    """The checkpoints by step, in order, whole or not."""
+    names = ((NAME.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ()))
+    return dict(sorted((int(match[1]), path) for match, path in names if match))
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, in one line; None: every file has the size and the hash it was saved with."""
+    try:
+        manifest = _manifest(folder)
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        if "trainer/state.json" not in files:
+            return f"{MANIFEST} does not list trainer/state.json"
+        if folder.name != f"step-{manifest['step']:06d}":
+            return f"{MANIFEST} is of step {manifest['step']}"
+        for name, entry in files.items():
+            size = (folder / name).stat().st_size
+            if size != entry["size"]:
+                return f"{name} has {size} bytes instead of {entry['size']}"
+        with ThreadPoolExecutor() as pool:
+            for name, digest in zip(files, pool.map(_sha256, [folder / name for name in files]), strict=True):
+                if digest != files[name]["sha256"]:
+                    return f"{name} is not what was saved (SHA-256 differs)"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(folder)} is missing"
+    except OSError as error:
+        return f"cannot be read: {_line(error)}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be understood"
+    return None
+
+
+def prune(root: Path, keep: int, best: int | None = None) -> None:
+    """Delete all but the newest ``keep`` and the best."""
+    checkpoints = found(root)
+    kept = {*list(checkpoints)[max(len(checkpoints) - keep, 0) :], best}
+    doomed = [path for step, path in checkpoints.items() if step not in kept]
+    if doomed:
+        try:
+            with _locked(root):
+                for path in doomed:
+                    path.rename(root / f"{REMOVED}{path.name}")
+                _sync(root)
+                _clean(root)
+        except OSError as error:
+            raise CheckpointError(f"cannot delete old checkpoints in {root}: {_line(error)}") from error
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, on the CPU, no two in one storage: what safetensors writes."""
+    owned: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        x = tensor.detach().to("cpu").contiguous()
+        if x.untyped_storage().data_ptr() in seen:
+            x = x.clone()
+        seen.add(x.untyped_storage().data_ptr())
+        owned[name] = x
+    return owned
+
+
+def _seal(folder: Path, step: int) -> None:
+    """The manifest, and everything flushed to the disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(_sha256_and_sync, paths))
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, digests, strict=True)
+    }
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
+    for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        _sync(path)
+
+
+def _put(folder: Path, target: Path) -> None:
+    """Rename; a folder that is in the way stands aside until then, from where _clean brings it back after a crash."""
+    if target.exists():
+        target.rename(target.with_name(f"{REPLACED}{target.name}"))
+    folder.rename(target)
+    _sync(target.parent)
+
+
+def _clean(root: Path) -> None:
+    """Under the lock: finish or undo what a killed process had begun."""
+    for path in list(root.iterdir()):
+        if path.name.startswith(REPLACED) and not (target := root / path.name.removeprefix(REPLACED)).exists():
+            path.rename(target)
+        elif path.name.startswith((SAVING, REPLACED, REMOVED)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(root: Path, wait: bool = True) -> Iterator[None]:
+    """One process at a time changes the folder. The kernel frees the lock of a process that dies."""
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_and_sync(path: Path) -> str:
+    digest = _sha256(path)
+    _sync(path)
+    return digest
+
+
+# ---- reading and errors ----------------------------------------------------------------------------------------------
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError
+    return manifest
+
+
+def _failure(root: Path, name: str, error: Exception) -> str:
+    """the disk is full: cannot write runs/a/checkpoints/step-000040; the last checkpoint is step 30 in …"""
+    number = _errno(error)
+    reason = REASONS.get(number or 0) or (os.strerror(number) if number else _line(error))
+    last = None
+    with contextlib.suppress(OSError):  # the folder itself cannot be read
+        last = next(reversed(found(root).items()), None)
+    rest = f"the last checkpoint is step {last[0]} in {last[1]}" if last else "there is no earlier checkpoint"
+    return " ".join(f"{reason}: cannot write {root / name}; {rest}".split())
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's error behind this one (0: a nameless one). safetensors and tokenizers wrap theirs in text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    match = re.search(r"\bcode: (\d+)|\(os error (\d+)\)", str(error))
+    return int(match[1] or match[2]) if match else None
+
+
+def _line(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__

@@ -1,0 +1,249 @@
+"""What a run is: one dataclass, a section a part. YAML and flags have the same names (``--rollout.temperature``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    name: str = "arithmetic"
+    """arithmetic, countdown or mixed (built in), a .jsonl file, or the function of your own task: my_task.py:make"""
+    test: str | None = None
+    """problems to evaluate on: a .jsonl file or a task; None: the task's own held-out split"""
+    reward: str | None = None
+    """reward function of your own, my_reward.py:score, called as score(response, answer, prompt); None: the task's"""
+    template: str | None = None
+    """prompt template with {prompt} in it; None: the problem's text as it stands"""
+    chat: bool | None = None
+    """wrap prompts in the model's chat template; None: if the model has one"""
+    timeout: float = 5.0
+    """seconds a reward function may take for one response"""
+    on_error: float = 0.0
+    """reward of a response whose reward function raised, hung or returned no finite number"""
+    workers: int = 2
+    """processes that run a reward function of your own"""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    prompts: int = 32
+    """prompts (groups) in one step"""
+    samples: int = 8
+    """responses to each prompt"""
+    max_prompt_tokens: int = 512
+    """a longer prompt is an error, named by its place in the data"""
+    max_new_tokens: int = 64
+    """length at which a response is cut"""
+    temperature: float = 1.0
+    """of the sampling distribution; the policy that is trained is this tempered one"""
+    top_p: float = 1.0
+    """nucleus sampling; the log-probabilities are those of the truncated distribution"""
+    top_k: int = 0
+    """sample from the k most probable tokens only; 0: all"""
+    slots: int = 256
+    """sequences decoded at the same time; finished ones are replaced at once"""
+    dynamic: bool | None = None
+    """drop groups whose rewards are all equal and sample others instead; None: as the algorithm was published"""
+    oversample: float = 1.25
+    """with dynamic sampling: prompts sampled for each one still wanted, from what earlier steps kept of theirs"""
+    max_rounds: int = 4
+    """with dynamic sampling: rounds after which a step goes on with the groups it has"""
+    overlong: bool | None = None
+    """soft overlong penalty; None: as the algorithm was published"""
+    overlong_tokens: int = 16
+    """length of the zone before max_new_tokens in which the penalty grows from 0 to 1"""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["adamw", "schedule-free"] = "adamw"
+    """optimiser"""
+    lr: float = 1e-3
+    """learning rate"""
+    warmup: int = 5
+    """optimiser steps over which the learning rate rises from 0"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after warm-up; linear and cosine fall to a tenth at the last step"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's; schedule-free takes the first as its interpolation"""
+    weight_decay: float = 0.0
+    """decoupled"""
+    max_grad_norm: float = 1.0
+    """gradients are scaled down to this norm"""
+    minibatches: int = 2
+    """optimiser steps over one batch of rollouts"""
+    epochs: int = 1
+    """times each rollout is used"""
+    micro_tokens: int = 16384
+    """tokens (padding included) in one forward and backward pass; changes memory, not the gradient"""
+    max_bad_steps: int = 3
+    """optimiser steps in a row with a loss or gradient that is not finite, after which the run stops"""
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    update: Literal["auto", "old", "every", "kl", "ema", "frozen"] = "auto"
+    """the KL's anchor: old (the sampling policy; no second model is held), a copy renewed every K steps, when the KL to
+    it passes a target, as a moving average (ema), or never (frozen); auto: as the algorithm was published"""
+    every: int = 10
+    """update=every: steps between renewals"""
+    kl: float = 0.05
+    """update=kl: renewed when the moving average of the KL per token passes this"""
+    smoothing: float = 0.9
+    """update=kl: weight of the past in that moving average"""
+    decay: float = 0.98
+    """update=ema: weight of the past at each step"""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 10
+    """steps between evaluations; 0: none but the first and the last"""
+    problems: int = 128
+    """held-out problems"""
+    k: int = 8
+    """responses to each: mean@k and pass@1 … pass@k"""
+    temperature: float = 1.0
+    """of the responses"""
+    top_p: float = 1.0
+    """of the responses"""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 10
+    """steps between checkpoints; 0: only when the run ends or is stopped"""
+    keep: int = 2
+    """newest checkpoints that stay, besides the best"""
+    best: bool = True
+    """keep the checkpoint of the best evaluation too"""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    tensorboard: bool = True
+    """event files in the run's folder"""
+    wandb: str | None = None
+    """Weights & Biases project (pip install rpg-rl[wandb])"""
+    trackio: str | None = None
+    """trackio project (pip install rpg-rl[trackio])"""
+    samples: int = 2
+    """groups of responses written to samples.jsonl at each step"""
+    report: bool = True
+    """write report.html when the run ends"""
+    view: Literal["auto", "live", "plain", "none"] = "auto"
+    """terminal: live on a terminal, else plain lines"""
+
+
+@dataclass(frozen=True)
+class Config:
+    algorithm: str = "rpg-reinforce-urkl"
+    """a preset of `rpg algorithms`"""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """options of the preset, as `rpg algorithms NAME` lists them: --loss.beta 1e-3 --loss.high 0.3"""
+    model: str = "builtin"
+    """builtin, a Hugging Face folder, or a hub id"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: float32"""
+    device: str = "auto"
+    """auto: cuda if there is one, else cpu"""
+    steps: int = 60
+    """batches of rollouts"""
+    seed: int = 0
+    """decides the prompts and every sampled token"""
+    output: str = "runs/latest"
+    """the run's folder"""
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    optim: OptimConfig = OptimConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def check(config: Config) -> None:
+    """Refuse what no run can mean, with one line that names the setting."""
+    rollout, optim, reference, evaluation = config.rollout, config.optim, config.reference, config.eval
+    at_least = {
+        "steps": (config.steps, 0),
+        "seed": (config.seed, 0),
+        "task.workers": (config.task.workers, 1),
+        "rollout.prompts": (rollout.prompts, 1),
+        "rollout.samples": (rollout.samples, 1),
+        "rollout.max_prompt_tokens": (rollout.max_prompt_tokens, 1),
+        "rollout.max_new_tokens": (rollout.max_new_tokens, 1),
+        "rollout.top_k": (rollout.top_k, 0),
+        "rollout.slots": (rollout.slots, 1),
+        "rollout.oversample": (rollout.oversample, 1),
+        "rollout.max_rounds": (rollout.max_rounds, 1),
+        "rollout.overlong_tokens": (rollout.overlong_tokens, 1),
+        "optim.lr": (optim.lr, 0),
+        "optim.warmup": (optim.warmup, 0),
+        "optim.weight_decay": (optim.weight_decay, 0),
+        "optim.minibatches": (optim.minibatches, 1),
+        "optim.epochs": (optim.epochs, 1),
+        "optim.micro_tokens": (optim.micro_tokens, 1),
+        "optim.max_bad_steps": (optim.max_bad_steps, 1),
+        "reference.every": (reference.every, 1),
+        "eval.every": (evaluation.every, 0),
+        "eval.problems": (evaluation.problems, 1),
+        "eval.k": (evaluation.k, 1),
+        "eval.temperature": (evaluation.temperature, 0),
+        "checkpoint.every": (config.checkpoint.every, 0),
+        "checkpoint.keep": (config.checkpoint.keep, 1),
+        "log.samples": (config.log.samples, 0),
+    }
+    for name, (value, least) in at_least.items():
+        if not least <= value < float("inf"):
+            raise ValueError(f"{name} must be at least {least}; got {value}")
+    positive = {
+        "task.timeout": config.task.timeout,
+        "rollout.temperature": rollout.temperature,
+        "optim.max_grad_norm": optim.max_grad_norm,  # infinite: no clipping
+        "reference.kl": reference.kl,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be positive; got {value}")
+    for name, value in {"rollout.top_p": rollout.top_p, "eval.top_p": evaluation.top_p}.items():
+        if not 0 < value <= 1:
+            raise ValueError(f"{name} must be above 0 and at most 1; got {value}")
+    shares = {
+        "optim.betas": optim.betas,
+        "reference.smoothing": [reference.smoothing],
+        "reference.decay": [reference.decay],
+    }
+    for name, values in shares.items():
+        if not all(0 <= value < 1 for value in values):
+            raise ValueError(f"{name} must be at least 0 and below 1; got {', '.join(map(str, values))}")
+    if not abs(config.task.on_error) < float("inf"):
+        raise ValueError(f"task.on_error must be finite; got {config.task.on_error}")
+    if not rollout.temperature < float("inf"):
+        raise ValueError(f"rollout.temperature must be finite; got {rollout.temperature}")
+    if optim.minibatches > rollout.prompts * rollout.samples:
+        most = rollout.prompts * rollout.samples
+        raise ValueError(
+            f"optim.minibatches must be at most rollout.prompts × samples, {most}; got {optim.minibatches}"
+        )
+    if rollout.overlong and rollout.overlong_tokens > rollout.max_new_tokens:
+        most = rollout.max_new_tokens
+        raise ValueError(
+            f"rollout.overlong_tokens must be at most max_new_tokens, {most}; got {rollout.overlong_tokens}"
+        )
+    if optim.name == "schedule-free" and optim.schedule != "constant":
+        raise ValueError(
+            f"optim.schedule must be constant with schedule-free, which averages instead; got {optim.schedule}"
+        )
+    if optim.name == "schedule-free" and optim.betas[0] == 0:
+        raise ValueError("optim.betas must start above 0 with schedule-free: it is the weight of the average")
+    if config.task.template is not None and "{prompt}" not in config.task.template:
+        raise ValueError(f"task.template must have {{prompt}} in it; got {config.task.template!r}")
+    for name, text in {"model": config.model, "output": config.output, "task.name": config.task.name}.items():
+        if not text.strip():
+            raise ValueError(f"{name} must not be empty")

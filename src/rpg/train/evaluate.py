@@ -1,0 +1,125 @@
+"""mean@k and unbiased pass@k on held-out problems, with 95 % intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..policy import Policy
+from ..rollout import Engine
+from ..tasks import Problem, Scorer
+from .config import Config
+from .experience import SOLVED, encode_prompt
+from .randomness import stream
+
+Z = 1.959963984540054  # of a 95 % interval
+
+
+def pass_at_k(solved: int, samples: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a solved one: 1 − C(n−c, k)/C(n, k)."""
+    return 1.0 if samples - solved < k else 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    mean: float
+    low: float
+    high: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean over problems and its 95 % interval (Wilson's, with the number of problems that their spread amounts to).
+
+    The problems are the sample: k responses to one problem are not k problems. Where all agree, their number counts.
+    """
+    n = len(values)
+    mean = sum(values) / n
+    variance = sum((x - mean) ** 2 for x in values) / max(1, n - 1) / n
+    size = n if variance <= 0 else max(n, mean * (1 - mean) / variance)
+    centre = (mean + Z**2 / (2 * size)) / (1 + Z**2 / size)
+    half = Z / (1 + Z**2 / size) * math.sqrt(max(0.0, mean * (1 - mean) / size + Z**2 / (4 * size**2)))
+    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    task: str
+    k: int
+    mean: Estimate
+    passed: dict[int, Estimate]  # pass@k for k = 1, 2, 4, …
+    by_level: dict[int, float]
+    length: float
+    truncated: float
+    failures: dict[str, int]
+    samples: list[dict[str, Any]]  # rows of samples.jsonl
+
+    def metrics(self) -> dict[str, float]:
+        at = f"eval/{self.task}"
+        found = {
+            f"{at}/mean@{self.k}": self.mean.mean,
+            f"{at}/mean@{self.k}_low": self.mean.low,
+            f"{at}/mean@{self.k}_high": self.mean.high,
+        }
+        found |= {f"{at}/pass@{k}": estimate.mean for k, estimate in self.passed.items()}
+        if len(self.by_level) > 1:
+            found |= {f"{at}/level{level}": mean for level, mean in self.by_level.items()}
+        return found | {f"{at}/length": self.length, f"{at}/truncated": self.truncated}
+
+
+def evaluate(
+    policy: Policy,
+    engine: Engine,
+    scorer: Scorer,
+    task: str,
+    problems: Sequence[Problem],
+    config: Config,
+    keep: int = 4,
+    watch: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+    """k responses to every problem, the same random numbers every time, so that evaluations differ by the policy alone."""
+    how, total = config.eval, len(problems) * config.eval.k
+    prompts = [encode_prompt(policy, problem, config) for problem in problems]
+    rollouts = engine.generate(
+        prompts,
+        how.k,
+        config.rollout.max_new_tokens,
+        how.temperature,
+        stream(0, "eval"),
+        top_p=how.top_p,
+        progress=lambda done: watch(f"evaluating {done}/{total}"),
+    )
+    flat = [(problem, r) for problem, group in zip(problems, rollouts, strict=True) for r in group]
+    texts = [policy.decode(r.tokens) for _, r in flat]
+    scores = scorer.score([(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
+    solved = [value > SOLVED for value in scores.values]
+    counts = [sum(solved[i : i + how.k]) for i in range(0, total, how.k)]
+    levels: dict[int, list[float]] = {}
+    for problem, count in zip(problems, counts, strict=True):
+        levels.setdefault(problem.level, []).append(count / how.k)
+    ks = sorted({1, how.k} | {2**i for i in range(20) if 2**i <= how.k})
+    return Evaluation(
+        task=task,
+        k=how.k,
+        mean=estimate([count / how.k for count in counts]),
+        passed={k: estimate([pass_at_k(count, how.k, k) for count in counts]) for k in ks},
+        by_level={level: sum(values) / len(values) for level, values in sorted(levels.items())},
+        length=sum(len(r.tokens) for _, r in flat) / total,
+        truncated=sum(not r.finished for _, r in flat) / total,
+        failures=scores.failures,
+        samples=[
+            {
+                "split": "eval",
+                "group": i // how.k,
+                "prompt": p.prompt,
+                "answer": p.answer,
+                "level": p.level,
+                "response": texts[i],
+                "reward": scores.values[i],
+                "length": len(r.tokens),
+                "finished": r.finished,
+            }
+            for i, (p, r) in enumerate(flat[: keep * how.k])
+        ],
+    )

@@ -1,0 +1,225 @@
+"""Prompts -> rollouts -> verified rewards -> groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..advantages import soft_overlong_penalty
+from ..algorithms import Algorithm
+from ..policy import Policy
+from ..rollout import Engine, Rollout
+from ..tasks import Problem, Scorer, Task
+from .config import Config
+from .randomness import permutation, stream
+
+SOLVED = 0.5  # responses with a larger reward count as solved
+
+
+@dataclass(frozen=True)
+class Response:
+    rollout: Rollout
+    text: str
+    score: float  # what the reward function said
+    penalty: float = 0.0  # of an overlong response, at most 0
+
+    @property
+    def reward(self) -> float:
+        return self.score + self.penalty
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt."""
+
+    problem: Problem
+    prompt_ids: list[int]
+    responses: list[Response]
+    greedy: float | None = None  # reward of the most probable response, where the algorithm needs it
+
+    @property
+    def informative(self) -> bool:
+        """Whether the rewards differ: without that, group baselines leave nothing to learn."""
+        return max(r.reward for r in self.responses) - min(r.reward for r in self.responses) > 1e-9
+
+    def share_solved(self) -> float:
+        return sum(r.score > SOLVED for r in self.responses) / len(self.responses)
+
+
+@dataclass(frozen=True)
+class Experience:
+    groups: list[Group]  # what is trained on
+    sampled: list[Group]  # all that was sampled for it
+    rounds: int
+    failures: dict[str, int]  # reward calls that raised, timed out, or gave no finite number
+    messages: list[str]
+    seconds: dict[str, float]
+
+    @property
+    def starved(self) -> bool:
+        return not self.groups
+
+    def metrics(self) -> dict[str, float]:
+        responses = [r for group in self.sampled for r in group.responses]
+        rewards = torch.tensor([r.reward for r in responses], dtype=torch.float64)
+        lengths = torch.tensor([len(r.rollout.tokens) for r in responses], dtype=torch.float64)
+        solved = [group.share_solved() for group in self.sampled]
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std(unbiased=False)),
+            "reward/solved": sum(r.score > SOLVED for r in responses) / len(responses),
+            "reward/overlong": sum(r.penalty for r in responses) / len(responses),
+            "reward/failed": sum(self.failures.values()),
+            "groups/kept": len(self.groups),
+            "groups/sampled": len(self.sampled),
+            "groups/all_solved": sum(s == 1 for s in solved) / len(solved),
+            "groups/none_solved": sum(s == 0 for s in solved) / len(solved),
+            "groups/rounds": self.rounds,
+            "length/mean": float(lengths.mean()),
+            "length/max": float(lengths.max()),
+            "length/truncated": sum(not r.rollout.finished for r in responses) / len(responses),
+            "tokens": float(lengths.sum()),
+        }
+
+
+@dataclass
+class Cursor:
+    """Where the sampling of a run has got to; part of its checkpoints."""
+
+    problem: int = 0  # the next problem of the stream
+    keep_rate: float = 1.0  # share of groups that were informative lately
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+class Collector:
+    """Samples what a step trains on. ``watch`` is told how far it is."""
+
+    def __init__(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        policy: Policy,
+        engine: Engine,
+        task: Task,
+        scorer: Scorer,
+        watch: Callable[[str], None] = lambda text: None,
+    ):
+        self.config, self.policy, self.engine, self.task, self.scorer = config, policy, engine, task, scorer
+        self.watch = watch
+        sampling = config.rollout
+        self.dynamic = algorithm.dynamic_sampling if sampling.dynamic is None else sampling.dynamic
+        self.overlong = algorithm.overlong_penalty if sampling.overlong is None else sampling.overlong
+        self.greedy = algorithm.advantage.kind == "greedy-baseline"
+        self.cursor = Cursor()
+        self._shuffled = lru_cache(maxsize=1)(self._shuffle)
+
+    def collect(self, step: int) -> Experience:
+        """Groups for one step. With dynamic sampling, rounds of prompts until enough groups are informative."""
+        sampling = self.config.rollout
+        kept: list[Group] = []
+        sampled: list[Group] = []
+        failures: dict[str, int] = {}
+        messages: list[str] = []
+        seconds = {"rollout": 0.0, "reward": 0.0}
+        rounds = 0
+        while len(kept) < sampling.prompts and rounds < (sampling.max_rounds if self.dynamic else 1):
+            missing = sampling.prompts - len(kept)
+            count = missing
+            if self.dynamic:
+                count = math.ceil(missing * min(sampling.oversample / max(self.cursor.keep_rate, 0.1), 4))
+            groups, found = self._sample(self._next(count), stream(self.config.seed, "rollout", step, rounds), seconds)
+            rounds += 1
+            sampled += groups
+            kept += [group for group in groups if group.informative or not self.dynamic]
+            for name, number in found.failures.items():
+                failures[name] = failures.get(name, 0) + number
+            messages += found.messages
+        informative = sum(group.informative for group in sampled) / len(sampled)
+        self.cursor.keep_rate = 0.7 * self.cursor.keep_rate + 0.3 * informative
+        for name, number in failures.items():
+            self.cursor.failures[name] = self.cursor.failures.get(name, 0) + number
+        return Experience(kept[: sampling.prompts], sampled, rounds, failures, messages, seconds)
+
+    # ---- prompts ------------------------------------------------------------------------------------------------------
+
+    def _next(self, count: int) -> list[Problem]:
+        """The next problems: endless tasks in their order, files shuffled anew in every pass."""
+        begin, size = self.cursor.problem, len(self.task.train)
+        self.cursor.problem += count
+        endless = size >= 2**31
+        return [
+            self.task.train[i if endless else int(self._shuffled(i // size)[i % size])]
+            for i in range(begin, begin + count)
+        ]
+
+    def _shuffle(self, epoch: int) -> Any:
+        return permutation(len(self.task.train), self.config.seed, "problems", epoch)
+
+    # ---- rollouts and rewards -----------------------------------------------------------------------------------------
+
+    def _sample(self, problems: list[Problem], seed: int, seconds: dict[str, float]) -> tuple[list[Group], Any]:
+        from time import perf_counter
+
+        sampling = self.config.rollout
+        start = perf_counter()
+        prompts = [encode_prompt(self.policy, problem, self.config) for problem in problems]
+        total = len(prompts) * sampling.samples
+        how = {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        rollouts = self.engine.generate(
+            prompts,
+            sampling.samples,
+            sampling.max_new_tokens,
+            sampling.temperature,
+            seed,
+            progress=lambda done: self.watch(f"rollout {done}/{total}"),
+            **how,  # type: ignore[arg-type]
+        )
+        greedy = self.engine.generate(prompts, 1, sampling.max_new_tokens, 0.0, seed) if self.greedy else None
+        seconds["rollout"] += perf_counter() - start
+
+        start = perf_counter()
+        self.watch("scoring")
+        flat = [(problem, r) for problem, group in zip(problems, rollouts, strict=True) for r in group]
+        flat += [(problem, group[0]) for problem, group in zip(problems, greedy or [], strict=False)]
+        texts = [self.policy.decode(r.tokens) for _, r in flat]
+        scores = self.scorer.score([(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
+        penalties = self._penalties([r for _, r in flat])
+        responses = [
+            Response(r, text, score, penalty)
+            for (_, r), text, score, penalty in zip(flat, texts, scores.values, penalties, strict=True)
+        ]
+        groups = [
+            Group(
+                problem,
+                prompt,
+                responses[i * sampling.samples : (i + 1) * sampling.samples],
+                responses[total + i].reward if greedy else None,
+            )
+            for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True))
+        ]
+        seconds["reward"] += perf_counter() - start
+        return groups, scores
+
+    def _penalties(self, rollouts: Sequence[Rollout]) -> list[float]:
+        limit, zone = self.config.rollout.max_new_tokens, self.config.rollout.overlong_tokens
+        if not self.overlong:
+            return [0.0] * len(rollouts)
+        lengths = torch.tensor([len(r.tokens) for r in rollouts])
+        return [float(x) for x in soft_overlong_penalty(lengths, limit, zone)]
+
+
+def encode_prompt(policy: Policy, problem: Problem, config: Config) -> list[int]:
+    """The prompt's tokens, in its template; a prompt that is too long is an error."""
+    text = problem.prompt if config.task.template is None else config.task.template.replace("{prompt}", problem.prompt)
+    ids = policy.encode(text, config.task.chat)
+    if len(ids) > config.rollout.max_prompt_tokens:
+        limit = config.rollout.max_prompt_tokens
+        raise ValueError(
+            f"a prompt has {len(ids)} tokens, more than rollout.max_prompt_tokens={limit}: {problem.prompt[:60]!r}"
+        )
+    return ids

@@ -1,0 +1,466 @@
+"""``rpg train``: prompts -> rollouts -> verified rewards -> groups -> advantages -> minibatches -> loss -> step.
+
+Read ``Trainer.step`` first. Everything random is a function of the seed and the step (randomness.py), and everything
+else that a step depends on is in the checkpoint: a run that was killed and resumed ends in the same bits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..algorithms import Algorithm, algorithm
+from ..policy import Policy
+from ..rollout import NativeEngine, Sampling
+from ..tasks import Scorer, Task, load_task
+from . import checkpoint
+from .batch import make_batch, with_advantages
+from .config import Config
+from .evaluate import Evaluation, evaluate
+from .experience import Collector, Cursor, Experience, encode_prompt
+from .logs import LogError, RunLogs, write_summary
+from .optim import averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
+from .reference import Reference, batch_logp, rule_of
+from .settings import differences, flat, to_yaml
+from .update import Updater, prepared
+from .view import View, make_view
+
+MAX_STARVED = 5  # steps in a row without a group to learn from, after which the run ends
+FREE = ("steps", "output", "device", "log.", "eval.", "checkpoint.")  # what may differ when a run is resumed
+
+
+class Failed(Exception):
+    """The run cannot go on; its text is one line."""
+
+
+def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
+    """Run to the end, or until stopped. Returns the summary; raises Failed, ValueError or CheckpointError in one line."""
+    folder = Path(config.output)
+    root = folder / "checkpoints"
+    title = f"{config.algorithm} · {config.model} · {config.task.name} · seed {config.seed}"
+    with make_view(config.log.view, title=title, steps=config.steps) as view:
+        found = checkpoint.load(root, lambda text: view.message(text, "warning")) if resume else None
+        if resume and not (folder / "config.yaml").exists():
+            raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
+        if resume and found is None:
+            view.message(f"{folder} has no checkpoint yet: starting from the beginning", "warning")
+        if not resume and (folder / "metrics.jsonl").exists():
+            raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
+        folder.mkdir(parents=True, exist_ok=True)
+        trainer = Trainer(config, folder, view)
+        if found is not None:
+            trainer.load(found)
+            view.message(f"resumed from step {found.step} ({found.folder})")
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        name = folder.name
+        at = (found.step if found is not None else -1) if resume else None
+        warn = lambda text: view.message(text, "warning")  # noqa: E731
+        with trainer, RunLogs(folder, config.log, name, flat(config), resume=at, warn=warn) as logs:
+            return trainer.run(logs)
+
+
+def resolve(config: Config) -> Algorithm:
+    """The preset with the run's options; Dr.GRPO's constant is the run's own longest response unless it is given."""
+    chosen = algorithm(config.algorithm, **config.loss)
+    if chosen.loss.reduction == "constant" and "constant" not in config.loss:
+        chosen = algorithm(config.algorithm, **config.loss, constant=float(config.rollout.max_new_tokens))
+    return chosen
+
+
+def pick_device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Trainer:
+    def __init__(self, config: Config, folder: Path, view: View):
+        self.config, self.folder, self.view = config, folder, view
+        self.algorithm = resolve(config)
+        self.task: Task = load_task(config.task.name, config.seed, config.task.test)
+        dtype = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+        sampling = config.rollout
+        device = pick_device(config.device)
+        self.policy = Policy.load(config.model, device=device, dtype=dtype, temperature=sampling.temperature)
+        self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, sampling.slots)
+        own = config.task.reward is None
+        self.scorer = Scorer(
+            config.task.reward or self.task.reward,
+            trusted=own and self.task.trusted,
+            workers=config.task.workers,
+            timeout=config.task.timeout,
+            on_error=config.task.on_error,
+        )
+        self.problems = self.task.test[: config.eval.problems]
+        self._check_prompts()
+        self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
+        self.reference = Reference(self.policy, rule_of(self.algorithm, config.reference), config.reference)
+        self.collector = Collector(
+            config, self.algorithm, self.policy, self.engine, self.task, self.scorer, self.view.stage
+        )
+        self.updater = Updater(config, self.algorithm, self.policy, self.optimizer, folder, self.view.stage)
+        how = Sampling(sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
+        self.recompute_old = dtype != torch.float32 and how.whole
+        self.done = 0  # steps
+        self.tokens_total = 0
+        self.starved = 0  # steps in a row
+        self.evals: list[dict[str, Any]] = []  # {"step", "mean", "low", "high"}
+        self.seconds_before = 0.0  # of this run, before it was resumed
+        self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.begin = time.perf_counter()
+        self.stopped_by: str | None = None
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scorer.close()
+
+    def _check_prompts(self) -> None:
+        """What can be known to be wrong before any work is done."""
+        config, context = self.config, self.policy.context
+        if not self.problems and config.eval.problems:
+            raise ValueError(f"task {config.task.name!r} has no held-out problems: give --task.test, or --eval.problems 0")
+        if not len(self.task.train):
+            raise ValueError(f"task {config.task.name!r} has no problems to train on")
+        endless = len(self.task.train) >= 2**31
+        known = [*(self.task.train[:64] if endless else self.task.train), *self.problems]
+        longest = max(len(encode_prompt(self.policy, problem, config)) for problem in known)
+        if context is not None and longest + config.rollout.max_new_tokens > context:
+            raise ValueError(
+                f"a prompt of {longest} tokens and rollout.max_new_tokens={config.rollout.max_new_tokens} do not fit into "
+                f"the model's {context} positions"
+            )
+        self.scorer.start()
+
+    # ---- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self, logs: RunLogs) -> dict[str, Any]:
+        status, message = "failed", ""
+        try:
+            with self._stoppable():
+                if self.done == 0:
+                    self._first(logs)
+                while self.done < self.config.steps and self.stopped_by is None:
+                    self.step(self.done + 1, logs)
+                    if self.starved >= MAX_STARVED:
+                        message = self._starvation()
+                        self.view.message(message, "warning")
+                        break
+            status = "finished" if self.stopped_by is None else "stopped"
+            if self.stopped_by is not None:
+                message = f"stopped by {self.stopped_by} after step {self.done}; go on with: rpg train --resume --output {self.config.output}"
+        except (checkpoint.CheckpointError, LogError) as error:
+            message = str(error)
+            raise Failed(message) from error
+        except Failed as error:
+            message = str(error)
+            raise
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise
+        finally:
+            summary = self.summary(status, message)
+            try:
+                write_summary(self.folder, summary)
+            except OSError:
+                if status != "failed":
+                    raise
+        if self.config.log.report:
+            self._report()
+        if message:
+            self.view.message(message)
+        return summary
+
+    def step(self, step: int, logs: RunLogs) -> None:
+        """One batch of rollouts, trained on; its row of metrics; an evaluation and a checkpoint where they are due."""
+        begin = time.perf_counter()
+        experience = self.collector.collect(step)
+        for text in experience.messages:
+            self.view.message(f"reward function: {text}", "warning")
+        trained = time.perf_counter()
+        row = experience.metrics()
+        if experience.starved:
+            self.starved += 1
+            self.view.message(f"step {step}: {self._lacking(experience)}; nothing learnt", "warning")
+            advantages = None
+        else:
+            self.starved = 0
+            metrics, advantages = self._learn(experience, step)
+            row |= metrics
+        for text in self.updater.messages:
+            self.view.message(text, "warning")
+        self.updater.messages.clear()
+        seconds = experience.seconds | {"train": time.perf_counter() - trained}
+        self.done = step
+        self.tokens_total += int(row["tokens"])
+        row |= {"tokens_total": self.tokens_total}
+        self._write_samples(logs, step, experience, advantages)
+
+        last = step == self.config.steps or self.stopped_by is not None or self._hopeless
+        due = self.config.eval.every and step % self.config.eval.every == 0
+        if self.problems and (due or last):
+            start = time.perf_counter()
+            row |= self._evaluate(step, logs)
+            seconds["eval"] = time.perf_counter() - start
+        whole = time.perf_counter() - begin
+        row |= {f"time/{name}": value for name, value in seconds.items()} | {"time/step": whole}
+        row |= {"speed/tokens_per_s": row["tokens"] / whole, "memory/peak_gb": peak_memory_gb()}
+        row = {"step": step, **row}
+        logs.metrics(row)
+        self.view.step(row)
+        every = self.config.checkpoint.every
+        if (every and step % every == 0) or last:
+            self.save(logs)
+        if self._hopeless:
+            raise Failed(
+                f"{self.updater.bad_steps} optimiser steps in a row had a loss or gradient that is not finite: stopped. "
+                f"Their batches are in {self.folder / 'bad'}; lower optim.lr, or look at the rewards"
+            )
+
+    @property
+    def _hopeless(self) -> bool:
+        return self.updater.bad_steps >= self.config.optim.max_bad_steps
+
+    def _learn(self, experience: Experience, step: int) -> tuple[dict[str, float], list[float]]:
+        policy, micro = self.policy, self.config.optim.micro_tokens
+        batch = make_batch(experience.groups, policy.tokenizer.pad_token_id, policy.device)
+        self.view.stage("log-probabilities")
+        old_BT = batch_logp(policy, batch, micro) if self.recompute_old else None
+        ref_BT = self.reference.logp(batch, micro)
+        needs = "ref_logp" in self.algorithm.loss.needs or self.algorithm.advantage.beta > 0
+        batch = prepared(batch, old_BT, ref_BT, needs)
+        greedy = [group.greedy or 0.0 for group in experience.groups] if self.collector.greedy else None
+        batch = with_advantages(batch, self.algorithm.advantage, greedy)
+        metrics = self.updater.update(batch, step)
+        renewed = self.reference.after_step(step, policy, metrics.get("kl/ref"))
+        if self.reference.policy is not None:
+            metrics["reference/updated"] = float(renewed)
+        assert batch.advantage is not None
+        advantage = batch.advantage if batch.advantage.dim() == 1 else batch.advantage[:, 0]
+        return metrics, advantage.tolist()
+
+    # ---- evaluation and samples ---------------------------------------------------------------------------------------
+
+    def _first(self, logs: RunLogs) -> None:
+        """The row of step 0: where the model begins."""
+        row = self._evaluate(0, logs) if self.problems else {}
+        logs.metrics({"step": 0, **row})
+        self.view.step({"step": 0, **row})
+        write_summary(self.folder, self.summary("running", ""))
+
+    def _evaluate(self, step: int, logs: RunLogs) -> dict[str, float]:
+        with averaged_weights(self.optimizer):
+            found = evaluate(
+                self.policy, self.engine, self.scorer, self.task.name, self.problems, self.config, watch=self.view.stage
+            )
+        logs.samples(step, found.samples)
+        self.evals.append({"step": step, "mean": found.mean.mean, "low": found.mean.low, "high": found.mean.high})
+        return found.metrics()
+
+    def _write_samples(
+        self, logs: RunLogs, step: int, experience: Experience, advantages: list[float] | None
+    ) -> None:
+        groups = experience.groups or experience.sampled
+        rows, i = [], 0
+        for g, group in enumerate(groups[: self.config.log.samples]):
+            for response in group.responses:
+                rows.append(
+                    {
+                        "split": "train",
+                        "group": g,
+                        "prompt": group.problem.prompt,
+                        "answer": group.problem.answer,
+                        "level": group.problem.level,
+                        "response": response.text,
+                        "reward": response.reward,
+                        "advantage": advantages[i] if advantages is not None else 0.0,
+                        "length": len(response.rollout.tokens),
+                        "finished": response.rollout.finished,
+                    }
+                )
+                i += 1
+        if rows:
+            logs.samples(step, rows)
+
+    def _lacking(self, experience: Experience) -> str:
+        m = experience.metrics()
+        return (
+            f"none of {len(experience.sampled)} groups had unequal rewards "
+            f"({m['groups/all_solved']:.0%} all solved, {m['groups/none_solved']:.0%} none solved)"
+        )
+
+    def _starvation(self) -> str:
+        return (
+            f"ended after step {self.done}: in {MAX_STARVED} steps in a row no group had unequal rewards, so there is nothing "
+            "to learn. If all are solved the task is done; if none are, it is too hard for this model: try easier problems, "
+            "more rollout.samples or a higher rollout.temperature"
+        )
+
+    # ---- checkpoints, summary, report ---------------------------------------------------------------------------------
+
+    def save(self, logs: RunLogs) -> None:
+        start = time.perf_counter()
+        self.view.stage("saving")
+        tensors = {"optimizer": optimizer_tensors(self.optimizer, self.policy.parameters())}
+        tensors["parameters"] = {name: p.detach() for name, p in self.policy.parameters()}
+        if self.reference.policy is not None:
+            tensors["reference"] = self.reference.tensors()
+        state = {
+            "step": self.done,
+            "tokens_total": self.tokens_total,
+            "starved": self.starved,
+            "bad_steps": self.updater.bad_steps,
+            "cursor": asdict(self.collector.cursor),
+            "reference": self.reference.state(),
+            "evals": self.evals,
+            "started": self.started,
+            "seconds": self._seconds(),
+            "threads": torch.get_num_threads(),
+            "config": flat(self.config),
+        }
+        logs.sync()
+        root = self.folder / "checkpoints"
+        with averaged_weights(self.optimizer):
+            checkpoint.save(root, self.done, self.policy.save, tensors, state)
+        keep = self.config.checkpoint
+        checkpoint.prune(root, keep.keep, self._best_step() if keep.best else None)
+        write_summary(self.folder, self.summary("running", ""))
+        self.saving_seconds = time.perf_counter() - start
+
+    def load(self, found: checkpoint.Checkpoint) -> None:
+        state = found.state
+        now = flat(self.config)
+        changed = {
+            key for key, value in state["config"].items() if not key.startswith(FREE) and json_like(now.get(key)) != value
+        }
+        if changed:
+            raise ValueError(
+                f"cannot resume {self.folder} with other settings: {', '.join(sorted(changed))} differ from the checkpoint's"
+            )
+        if state["threads"] != torch.get_num_threads():
+            self.view.message(
+                f"the checkpoint was made with {state['threads']} threads, this is {torch.get_num_threads()}: "
+                "results will differ in the last bits",
+                "warning",
+            )
+        with torch.no_grad():
+            stored = found.tensors("parameters")
+            for name, p in self.policy.parameters():
+                p.copy_(stored[name])
+        load_optimizer(self.optimizer, self.policy.parameters(), found.tensors("optimizer"))
+        tensors = found.tensors("reference") if self.reference.policy is not None else {}
+        self.reference.load(state["reference"], tensors)
+        self.collector.cursor = Cursor(**state["cursor"])
+        self.updater.bad_steps, self.starved = state["bad_steps"], state["starved"]
+        self.done, self.tokens_total, self.evals = state["step"], state["tokens_total"], state["evals"]
+        self.started, self.seconds_before = state["started"], state["seconds"]
+
+    def _best_step(self) -> int | None:
+        saved = set(checkpoint.found(self.folder / "checkpoints"))
+        scored = [e for e in self.evals if e["step"] in saved]
+        return max(scored, key=lambda e: (e["mean"], e["step"]))["step"] if scored else None
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.begin
+
+    def summary(self, status: str, message: str) -> dict[str, Any]:
+        import transformers
+
+        config = self.config
+        found: dict[str, Any] = {
+            "name": self.folder.name,
+            "algorithm": config.algorithm,
+            "model": config.model,
+            "parameters": sum(p.numel() for p in self.policy.model.parameters()),
+            "task": self.task.name,
+            "seed": config.seed,
+            "device": str(self.policy.device),
+            "steps": config.steps,
+            "step": self.done,
+            "status": status,
+            "message": message,
+            "started": self.started,
+            "seconds": self._seconds(),
+            "tokens_total": self.tokens_total,
+            "peak_memory_gb": peak_memory_gb(),
+            "reward_failures": self.collector.cursor.failures,
+            "eval": {},
+            "versions": {
+                "rpg": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        if self.evals:
+            first, last = self.evals[0], self.evals[-1]
+            best = max(self.evals, key=lambda e: (e["mean"], -e["step"]))
+            found["eval"][self.task.name] = {
+                "metric": f"mean@{config.eval.k}",
+                "first": first["mean"],
+                "last": last["mean"],
+                "last_low": last["low"],
+                "last_high": last["high"],
+                "best": best["mean"],
+                "best_step": best["step"],
+            }
+        return found
+
+    def _report(self) -> None:
+        from ..report import read_run, write
+
+        write([read_run(self.folder)], self.folder / "report.html")
+
+    # ---- signals ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the run after the present step; a second one ends it at once."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.stopped_by is not None:
+                raise KeyboardInterrupt
+            self.stopped_by = signal.Signals(number).name
+            self.view.message(f"{self.stopped_by}: finishing step {self.done + 1}, then saving (again: stop at once)", "warning")
+
+        before = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, stop)
+        except ValueError:  # not the main thread: the caller's signals stay as they are
+            pass
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def json_like(value: Any) -> Any:
+    """As it comes back from a JSON file."""
+    return json.loads(json.dumps(value))
+
+
+def peak_memory_gb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,94 @@
+"""The policy that anchors the KL term: the sampling policy itself, or a copy that is renewed by a rule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algorithms import Algorithm
+from ..policy import Policy
+from .batch import Batch, micro_batches
+from .config import ReferenceConfig
+
+
+def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
+    """old, every, kl, ema or frozen. Without a KL term there is nothing to anchor: old, which costs nothing."""
+    has_kl = (algorithm.loss.divergence != "none" and algorithm.loss.beta > 0) or algorithm.advantage.beta > 0
+    if not has_kl:
+        return "old"
+    if config.update == "auto":
+        return "old" if algorithm.reference == "old" else "frozen"
+    return config.update
+
+
+class Reference:
+    """``policy`` is None where the reference is the sampling policy: no second model is held."""
+
+    def __init__(self, policy: Policy, rule: str, config: ReferenceConfig):
+        self.rule, self.config = rule, config
+        self.policy: Policy | None = None
+        self.average_kl = 0.0  # moving average of the KL per token from the reference
+        self.renewals = 0
+        if rule != "old":
+            model = copy.deepcopy(policy.model).requires_grad_(False)
+            self.policy = Policy(model, policy.tokenizer, policy.temperature)
+
+    @torch.no_grad()
+    def logp(self, batch: Batch, micro_tokens: int) -> Tensor | None:
+        """[B,T], or None where the reference is the sampling policy."""
+        return None if self.policy is None else batch_logp(self.policy, batch, micro_tokens)
+
+    @torch.no_grad()
+    def after_step(self, step: int, policy: Policy, kl: float | None) -> bool:
+        """Renew the copy if its rule says so. ``kl``: per token, current policy from reference, in this step."""
+        if self.policy is None or self.rule == "frozen":
+            return False
+        if self.rule == "ema":
+            self._blend(policy, 1 - self.config.decay)
+            return True
+        if self.rule == "kl":
+            past = self.config.smoothing
+            self.average_kl = past * self.average_kl + (1 - past) * (0.0 if kl is None else kl)
+            due = self.average_kl > self.config.kl
+        else:
+            due = step % self.config.every == 0
+        if due:
+            self._blend(policy, 1.0)
+            self.average_kl = 0.0
+            self.renewals += 1
+        return due
+
+    def _blend(self, policy: Policy, share: float) -> None:
+        assert self.policy is not None
+        own, new = self.policy.model.state_dict(), policy.model.state_dict()
+        for name, value in own.items():
+            if value.is_floating_point():
+                value.lerp_(new[name].to(value.dtype), share) if share < 1 else value.copy_(new[name])
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.policy is None else dict(self.policy.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        return {"rule": self.rule, "average_kl": self.average_kl, "renewals": self.renewals}
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self.average_kl, self.renewals = state["average_kl"], state["renewals"]
+        if self.policy is not None:
+            self.policy.model.load_state_dict(dict(tensors))
+
+
+@torch.no_grad()
+def batch_logp(policy: Policy, batch: Batch, micro_tokens: int) -> Tensor:
+    """Log-probabilities of a batch's responses under a policy, [B,T]."""
+    out_BT = torch.zeros_like(batch.old_logp_BT)
+    for index in micro_batches(batch, micro_tokens):
+        part = batch.rows(index)
+        logp_BT = policy.score(part.ids_BL, part.start_B, part.mask_BT).logp_BT
+        out_BT[index, : logp_BT.shape[1]] = logp_BT
+    return out_BT

@@ -1,0 +1,200 @@
+"""One batch of rollouts -> several optimiser steps: minibatches, micro-batches, loss, gradient, step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algorithms import Algorithm
+from ..clipping import Adaptive, curvature_keep
+from ..losses import LossOutput, PolicyLoss
+from ..objective import k3
+from ..policy import Policy, Scored
+from .batch import Batch, micro_batches
+from .config import Config
+from .optim import clip_gradients, learning_rate
+from .randomness import permutation
+
+LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # over micro-batches the largest counts; of the others the mean
+NO_MEAN = ("tokens", "sequences")
+
+
+class Means:
+    """Metrics of micro-batches -> metrics of the step, weighted by tokens."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        names = [name for name in metrics if name not in NO_MEAN]
+        tokens, *values = torch.stack([metrics["tokens"], *(metrics[name].float() for name in names)]).tolist()
+        for name, value in zip(names, values, strict=True):
+            if name in LARGEST:
+                self.sums[name] = max(self.sums.get(name, -math.inf), value)
+                self.weights[name] = 1.0
+            elif math.isfinite(value):
+                self.sums[name] = self.sums.get(name, 0.0) + value * tokens
+                self.weights[name] = self.weights.get(name, 0.0) + tokens
+
+    def result(self) -> dict[str, float]:
+        return {name: total / self.weights[name] for name, total in self.sums.items()}
+
+
+class Updater:
+    """Trains a policy on batches. ``bad_steps`` counts optimiser steps in a row that were skipped as not finite."""
+
+    def __init__(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        folder: Path,
+        watch: Callable[[str], None] = lambda text: None,
+    ):
+        self.config, self.algorithm, self.policy, self.optimizer = config, algorithm, policy, optimizer
+        self.folder, self.watch = folder, watch
+        self.bad_steps = 0
+        self.messages: list[str] = []
+
+    @property
+    def steps_a_batch(self) -> int:
+        return self.config.optim.minibatches * self.config.optim.epochs
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """All optimiser steps over one batch; step counts from 1."""
+        optim, total = self.config.optim, self.config.steps * self.steps_a_batch
+        means, losses, norms, skipped, lr = Means(), [], [], 0, 0.0
+        metrics: dict[str, float] = {}
+        number = (step - 1) * self.steps_a_batch
+        for epoch in range(optim.epochs):
+            order = torch.from_numpy(permutation(len(batch), self.config.seed, "minibatches", step, epoch))
+            for part in order.to(batch.ids_BL.device).tensor_split(optim.minibatches):
+                if self.bad_steps >= optim.max_bad_steps or not len(part):
+                    continue
+                minibatch = batch.rows(part)
+                self.watch(f"training {number % self.steps_a_batch + 1}/{self.steps_a_batch}")
+                lr = learning_rate(optim, number, total)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                loss, found = self._gradients(minibatch, means, first=number == (step - 1) * self.steps_a_batch)
+                metrics |= found
+                norm = clip_gradients((p for _, p in self.policy.parameters()), optim.max_grad_norm)
+                if math.isfinite(loss) and math.isfinite(norm):
+                    self.optimizer.step()
+                    self.bad_steps = 0
+                    losses.append(loss)
+                    norms.append(norm)
+                else:
+                    skipped += 1
+                    self.bad_steps += 1
+                    self._keep_for_inspection(minibatch, step, number, loss, norm)
+                self.optimizer.zero_grad(set_to_none=True)
+                number += 1
+        if losses:
+            metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+        return metrics | means.result() | {"lr": lr, "skipped": skipped}
+
+    def _gradients(self, batch: Batch, means: Means, first: bool) -> tuple[float, dict[str, float]]:
+        """Accumulated over micro-batches; the sum of their losses, and the engine's mismatch where it can be seen."""
+        parts = [batch.rows(index) for index in micro_batches(batch, self.config.optim.micro_tokens)]
+        rule = self._fitted(parts)
+        denominator = rule.step_denominator(*(part.mask_BT for part in parts))
+        loss, largest, drift, tokens = 0.0, 0.0, 0.0, 0
+        for part in parts:
+            scored = self.policy.score(part.ids_BL, part.start_B, part.mask_BT)
+            out = self._loss(rule, part, scored, denominator)
+            out.loss.backward()
+            loss += float(out.loss.detach())
+            means.add(out.metrics)
+            if first and part.rollout_logp_BT is None:  # the policy is still the one that sampled: what differs is the engine
+                log_rho = (scored.logp_BT.detach() - part.old_logp_BT)[part.mask_BT]
+                largest = max(largest, float(log_rho.abs().max()))
+                drift += float(k3(log_rho.clamp(-20, 20)).sum())
+                tokens += len(log_rho)
+        seen = {"mismatch/max_log_ratio": largest, "mismatch/kl": drift / tokens} if tokens else {}
+        return loss, seen
+
+    def _loss(self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float) -> LossOutput:
+        assert part.advantage is not None
+        return rule(
+            scored.logp_BT,
+            part.old_logp_BT,
+            part.advantage,
+            part.mask_BT,
+            ref_logp=part.ref_logp_BT,
+            rollout_logp=part.rollout_logp_BT,
+            denominator=denominator,
+            entropy=scored.entropy_BT,
+            keep=self._keep(part, scored) if self.algorithm.curvature_gate else None,
+            groups=part.group_B,
+        )
+
+    @torch.no_grad()
+    def _fitted(self, parts: list[Batch]) -> PolicyLoss:
+        """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once."""
+        rule = self.algorithm.loss
+        if not isinstance(rule.clip, Adaptive):
+            return rule
+        ratios = []
+        for part in parts:
+            logp = self.policy.score(part.ids_BL, part.start_B, part.mask_BT).logp_BT
+            ratios.append((logp - part.old_logp_BT)[part.mask_BT])
+        log_w = torch.cat(ratios)
+        return rule.replace(clip=rule.clip.fit(log_w, torch.ones_like(log_w)))
+
+    @torch.no_grad()
+    def _keep(self, part: Batch, scored: Scored) -> Tensor:
+        """CAPO: the tokens whose own optimiser step would move the policy little."""
+        head = self.policy.head()
+        hidden_NH = scored.hidden_NH.detach()
+        row_N, t_N = part.mask_BT.nonzero(as_tuple=True)
+        advantage = part.advantage if part.advantage is not None else part.reward_B
+        advantage_N = advantage[row_N, t_N] if advantage.dim() == 2 else advantage[row_N]
+        state = self.optimizer.state.get(head) or {}
+        second = state.get("exp_avg_sq")
+        scale = None
+        if second is not None:
+            beta = self.config.optim.betas[1]
+            scale = 1 / ((second / (1 - beta ** float(state["step"]))).sqrt() + 1e-8)
+        kept_N = curvature_keep(
+            hidden_NH @ head.T / self.policy.temperature,
+            hidden_NH,
+            part.ids_BL[row_N, part.start_B[row_N] + t_N],
+            advantage_N,
+            float(self.optimizer.param_groups[0]["lr"]),
+            scale,
+        )
+        return torch.ones_like(part.mask_BT).masked_scatter(part.mask_BT, kept_N)
+
+    def _keep_for_inspection(self, batch: Batch, step: int, number: int, loss: float, norm: float) -> None:
+        from safetensors.torch import save_file
+
+        folder = self.folder / "bad"
+        path = folder / f"step-{step:06d}-{number % self.steps_a_batch}"
+        tensors = {name: value.contiguous() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        about: dict[str, Any] = {"step": step, "loss": repr(loss), "grad_norm": repr(norm)}
+        about["texts"] = [self.policy.decode(row[row != self.policy.tokenizer.pad_token_id]) for row in batch.ids_BL]
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, path.with_suffix(".safetensors"))
+        path.with_suffix(".json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        self.messages.append(
+            f"step {step}: loss {loss} and gradient norm {norm}: optimiser step skipped, batch saved in {path}.safetensors"
+        )
+
+
+def prepared(batch: Batch, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, needs_ref: bool) -> Batch:
+    """The batch with what is known of other policies: old_logp computed anew, the reference's log-probabilities."""
+    if old_logp_BT is not None:
+        batch = replace(batch, old_logp_BT=old_logp_BT, rollout_logp_BT=batch.old_logp_BT)
+    if ref_logp_BT is None and needs_ref:  # the reference is the sampling policy, and the loss asks to be told
+        ref_logp_BT = batch.old_logp_BT
+    return replace(batch, ref_logp_BT=ref_logp_BT)

@@ -1,0 +1,201 @@
+"""Problems from files, and one line for whatever is wrong with them."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpg.tasks.files import load_file, split
+from rpg.tasks.task import Problem
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"prompt": "p", "answer": "a"}, "p", "a"),
+        ({"question": "p", "answer": "48/2 = 24\n#### 24"}, "p", "24"),
+        ({"problem": "p", "solution": "\\boxed{3}"}, "p", "\\boxed{3}"),
+        ({"problem": "p", "solution": "long", "answer": "3"}, "p", "3"),
+        ({"prompt": "p", "ground_truth": "a"}, "p", "a"),
+        ({"prompt": "p", "target": 98}, "p", "98"),
+        ({"prompt": "p", "target": 0}, "p", "0"),
+        ({"prompt": "p", "answer": None, "target": -1.50}, "p", "-1.5"),
+        (
+            {"prompt": [{"role": "user", "content": "p"}], "reward_model": {"style": "rule", "ground_truth": "a"}},
+            "p",
+            "a",
+        ),
+        (
+            {
+                "prompt": [
+                    {"role": "system", "content": "s"},
+                    {"role": "user", "content": "first"},
+                    {"role": "assistant", "content": "x"},
+                    {"role": "user", "content": "last"},
+                    {"role": "assistant", "content": "y"},
+                ],
+                "answer": "a",
+            },
+            "last",
+            "a",
+        ),
+    ],
+)
+def test_rows(write, row, prompt, answer):
+    expected = [Problem(prompt, answer)]
+    assert load_file(write(json.dumps(row) + "\n")) == expected
+    assert load_file(write(json.dumps([row], indent=2), "data.json")) == expected
+
+
+def test_keys_of_your_own(write):
+    path = write('{"prompt": "no", "text": "p", "meta": {"gold": 7}, "answer": "no", "a.b": "flat"}')
+    assert load_file(path, prompt_key="text", answer_key="meta.gold") == [Problem("p", "7")]
+    assert load_file(path, prompt_key="text", answer_key="a.b") == [Problem("p", "flat")]
+
+
+def test_numbers_keep_their_digits(write):
+    long = "9" * 6000
+    rows = [Problem("a", "0.10"), Problem("b", long), Problem("c", "1E400", level=3)]
+    path = write(
+        '{"prompt": "a", "answer": 0.10}\n'
+        f'{{"prompt": "b", "answer": {long}}}\n'
+        '{"prompt": "c", "answer": 1E400, "level": 3}'
+    )
+    assert load_file(path) == rows
+
+
+def test_lines(write):
+    text = '\ufeff\n{"prompt": "a\u2028b", "answer": "é"}\r\n\r\n   \n{"prompt": "b", "answer": "2"}'
+    assert load_file(write(text)) == [Problem("a\u2028b", "é"), Problem("b", "2")]
+
+
+GOOD = '{"prompt": "p", "answer": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (GOOD + '{"prompt": ', "data.jsonl:2: malformed JSON|column"),
+        (GOOD + "\n{'prompt': 'p'}", "data.jsonl:3: malformed JSON"),
+        (GOOD + '["p", "a"]', "data.jsonl:2|object|list"),
+        (GOOD + "7", "data.jsonl:2|object|number"),
+        (GOOD + "null", "data.jsonl:2|object|null"),
+        (GOOD + '{"text": "p", "answer": "a"}', "data.jsonl:2|no prompt|question|'text', 'answer'"),
+        (GOOD + '{"prompt": "p", "label": "a"}', "data.jsonl:2|no answer|solution|'prompt', 'label'"),
+        (GOOD + "{}", "data.jsonl:2|none"),
+        (GOOD + '{"prompt": "p", "answer": null}', "data.jsonl:2|no answer"),
+        (GOOD + '{"prompt": "p", "answer": ["a"]}', "data.jsonl:2|answer|list"),
+        (GOOD + '{"prompt": "p", "answer": true}', "data.jsonl:2|answer|true or false"),
+        (GOOD + '{"prompt": "p", "answer": NaN}', "data.jsonl:2|NaN"),
+        (GOOD + '{"prompt": "p", "answer": "x ####  "}', "data.jsonl:2|answer is empty"),
+        (GOOD + '{"prompt": " ", "answer": "a"}', "data.jsonl:2|prompt is empty"),
+        (GOOD + '{"prompt": [], "answer": "a"}', "data.jsonl:2|prompt|user"),
+        (GOOD + '{"prompt": [{"role": "system", "content": "s"}], "answer": "a"}', "data.jsonl:2|prompt|user"),
+        (GOOD + '{"prompt": [{"role": "user", "content": ["s"]}], "answer": "a"}', "data.jsonl:2|prompt|list"),
+        (GOOD + "[" * 100_000, "data.jsonl:2|malformed|nested"),
+        (GOOD.encode() + b'{"prompt": "\xff", "answer": "a"}', "data.jsonl:2|UTF-8"),
+        ("", "data.jsonl|empty"),
+        ("\n \n", "data.jsonl|empty"),
+    ],
+)
+def test_mistakes_in_a_row(write, text, words):
+    refuse(write(text), words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "data.json|empty"),
+        ("[]", "data.json|empty"),
+        ('{"data": []}', "data.json|list|object"),
+        ('[{"prompt": "p", "answer": "a"},\n{]', "data.json|malformed|line 2"),
+        ('[{"prompt": "p", "answer": "a"}, {"answer": "a"}]', "data.json: row 2|no prompt|'answer'"),
+    ],
+)
+def test_mistakes_in_a_list(write, text, words):
+    refuse(write(text, "data.json"), words)
+
+
+def test_mistakes_with_files(write, tmp_path):
+    refuse(tmp_path / "nowhere.jsonl", "no such file|nowhere.jsonl")
+    refuse(write("a,b", "data.csv"), "data.csv|.jsonl|.json")
+    (tmp_path / "folder.json").mkdir()
+    refuse(tmp_path / "folder.json", "folder.json|directory")
+    refuse(write(GOOD), "data.jsonl:1|no 'text'|'prompt', 'answer'", prompt_key="text")
+    refuse(write(GOOD), "data.jsonl:1|no 'meta.gold'", answer_key="meta.gold")
+
+
+def refuse(path, words, **keys):
+    with pytest.raises(ValueError) as error:
+        load_file(path, **keys)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    for word in words.split("|"):
+        assert word in str(error.value)
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | st.text(), lambda x: st.dictionaries(st.text(), x)).map(lambda x: json.dumps(x).encode())
+)
+def test_any_file_loads_or_is_refused_in_one_line(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(data)
+    message = ""
+    try:
+        assert load_file(path)
+    except ValueError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+# ---- split -----------------------------------------------------------------------------------------------------------
+
+
+def test_split_is_stable_and_keeps_duplicates_together():
+    problems = [Problem(f"What is {i // 3} + 1?", str(i)) for i in range(3000)]
+    train, test = split(problems)
+    assert sorted(p.answer for p in train + test) == sorted(p.answer for p in problems)
+    assert not {p.prompt for p in train} & {p.prompt for p in test}
+    assert 0.07 < len(test) / 3000 < 0.13
+    assert " ".join(p.answer for p in split(problems[:66])[1]) == "42 43 44 54 55 56 60 61 62 63 64 65"  # on any day
+    shuffled = random.Random(0).sample(problems, 3000)
+    assert {p.answer for p in split(shuffled)[1]} == {p.answer for p in test}
+    assert {p.answer for p in split(problems[:1500])[1]} <= {p.answer for p in test}
+    assert {p.answer for p in test} < {p.answer for p in split(problems, 0.3)[1]}
+
+
+def test_split_ignores_spacing():
+    train, test = split([Problem(space.join("abcd"), "x") for space in (" ", "  ", "\n")], 0.5)
+    assert {len(train), len(test)} == {0, 3}
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_split_leaves_no_side_empty(share, n):
+    for offset in range(20):
+        train, test = split([Problem(f"{offset} {i}", "x") for i in range(n)], share)
+        assert train
+        assert test
+
+
+def test_split_shares():
+    problems = [Problem(str(i), "x") for i in range(10)]
+    assert split(problems, 0) == (problems, [])
+    assert split(problems, 1) == ([], problems)
+    assert split([], 0.5) == ([], [])
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="test_share"):
+            split(problems, share)
