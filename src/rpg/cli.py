@@ -14,6 +14,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .report.command import add_report
+from .train.command import add_eval, add_train
+
 if TYPE_CHECKING:
     from .advantages import Advantage
     from .algorithms import Algorithm
@@ -60,7 +63,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="rpg", description="KL-regularised policy gradients for language models.")
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for add in (add_audit, add_algorithms):
+    for add in (add_train, add_eval, add_report, add_audit, add_algorithms):
         add(commands)
     return parser
 

@@ -35,7 +35,12 @@ class Policy:
 
     @classmethod
     def load(
-        cls, name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, temperature: float = 1.0
+        cls,
+        name: str,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
     ) -> Policy:
         """``builtin``, a Hugging Face folder, or a hub id. Errors are one line."""
         import transformers
@@ -102,7 +107,8 @@ class Policy:
         )
 
     def head(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
 
     def save(self, folder: Path) -> None:
         """A plain Hugging Face folder."""
@@ -112,7 +118,7 @@ class Policy:
 
 @torch.no_grad()
 def _head_is_linear(model: Any) -> bool:
-    """Whether the logits are hidden·Wᵀ and nothing else: no bias, scale or cap. Tried out, since architectures differ."""
+    """Whether the logits are hidden·Wᵀ and nothing else, no bias, scale or cap: tried out, architectures differ."""
     ids = torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     full = model(input_ids=ids, use_cache=False).logits.float()
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -12,9 +12,7 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from rpg.tasks.importing import load_function
 from rpg.tasks.scoring import Scorer
@@ -195,6 +193,9 @@ def test_kinds_of_functions(rewards, monkeypatch):
 
 
 def test_trusted(rewards):
+    import numpy as np
+    import torch  # here, for the workers import this file
+
     returned = [True, 3, np.float32(0.5), np.array(0.5), np.True_, torch.tensor(0.5), Fraction(1, 4), Decimal("0.25")]
     refused = [
         None,
@@ -345,6 +346,13 @@ def test_threads_and_descriptors(rewards):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.fixture
+def folder(tmp_path):
+    yield tmp_path
+    for pid, _ in alive(tmp_path):  # of a test that has failed
+        os.kill(int(pid), signal.SIGKILL)
+
+
 def start_program(rewards, folder, body):
     """A script in a session of its own; every process that descends from it carries the folder's name."""
     script = Path(folder, "script.py")
@@ -383,37 +391,54 @@ def wait_for(condition, seconds=20.0):
 
 
 @pytest.mark.parametrize("response", ["sleep", "power", "loop", "child", "42"])
-def test_a_killed_parent_leaves_no_process(rewards, tmp_path, response):
+def test_a_killed_parent_leaves_no_process(rewards, folder, response):
     body = f"""
         if __name__ == "__main__":
             scorer = Scorer(REWARDS + ":mark", workers=2, timeout=500)
             scorer.score([({response!r}, "42", FOLDER)] * 2)
             time.sleep(1000)
         """
-    program = start_program(rewards, tmp_path, body)
-    wait_for(lambda: len(list(tmp_path.glob("*.begun"))) == 2 or (response == "42" and list(tmp_path.glob("*.begun"))))
+    program = start_program(rewards, folder, body)
+    wait_for(lambda: len(list(folder.glob("*.begun"))) == 2 or (response == "42" and list(folder.glob("*.begun"))))
     time.sleep(0.2)
-    assert len(alive(tmp_path)) >= 3  # it sees what it looks for
+    assert len(alive(folder)) >= 3  # it sees what it looks for
     program.kill()
     assert program.communicate() == ("", "")
-    wait_for(lambda: not alive(tmp_path), seconds=3)
+    wait_for(lambda: not alive(folder), seconds=3)
 
 
-def test_a_timeout_takes_the_whole_family(rewards, tmp_path):
+def test_a_killed_parent_whose_fork_lives_on(rewards, folder):
+    """The fork holds copies of all pipes, so that none of them is seen to end."""
+    body = """
+        scorer = Scorer(REWARDS + ":mark", workers=1, timeout=500)
+        scorer.start()
+        if os.fork() == 0:
+            time.sleep(1000)
+        scorer.score([("sleep", "42", FOLDER)])
+        """
+    program = start_program(rewards, folder, body)
+    wait_for(lambda: list(folder.glob("*.begun")))
+    program.kill()
+    wait_for(lambda: not any(b"rpg.tasks.scoring" in line for _, line in alive(folder)), seconds=4)
+    os.killpg(program.pid, signal.SIGKILL)  # the fork
+    program.communicate()
+
+
+def test_a_timeout_takes_the_whole_family(rewards, folder):
     body = """
         with Scorer(REWARDS + ":mark", workers=1, timeout=0.5) as scorer:
             print(scorer.score([("child", "42", FOLDER)]).failures["timed_out"], flush=True)
             time.sleep(1000)
         """
-    program = start_program(rewards, tmp_path, body)
+    program = start_program(rewards, folder, body)
     assert program.stdout.readline() == "1\n"
-    assert not [line for _, line in alive(tmp_path) if line.startswith(b"sleep\0")]
+    wait_for(lambda: not [line for _, line in alive(folder) if line.startswith(b"sleep\0")], seconds=3)
     program.kill()
     program.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_group_does_not_reach_the_workers(rewards, tmp_path, number):
+def test_a_signal_to_the_group_does_not_reach_the_workers(rewards, folder, number):
     body = f"""
         seen = []
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -422,25 +447,25 @@ def test_a_signal_to_the_group_does_not_reach_the_workers(rewards, tmp_path, num
             scores = scorer.score([("nap 0.5", "nap 0.5", FOLDER)] * 4)
         print(scores.values, sum(scores.failures.values()), seen == [{int(number)}])
         """
-    program = start_program(rewards, tmp_path, body)
-    wait_for(lambda: list(tmp_path.glob("*.begun")))
+    program = start_program(rewards, folder, body)
+    wait_for(lambda: list(folder.glob("*.begun")))
     os.killpg(program.pid, number)
     assert program.communicate() == ("[1.0, 1.0, 1.0, 1.0] 0 True\n", "")
-    assert not alive(tmp_path)
+    assert not alive(folder)
 
 
-def test_control_c_ends_all_with_one_traceback(rewards, tmp_path):
-    program = start_program(rewards, tmp_path, """Scorer(REWARDS + ":mark").score([("sleep", "42", FOLDER)] * 4)""")
-    wait_for(lambda: len(list(tmp_path.glob("*.begun"))) == 2)
+def test_control_c_ends_all_with_one_traceback(rewards, folder):
+    program = start_program(rewards, folder, """Scorer(REWARDS + ":mark").score([("sleep", "42", FOLDER)] * 4)""")
+    wait_for(lambda: len(list(folder.glob("*.begun"))) == 2)
     os.killpg(program.pid, signal.SIGINT)
     out, err = program.communicate()
     assert out == ""
     assert err.count("Traceback") == 1
     assert err.endswith("KeyboardInterrupt\n")
-    wait_for(lambda: not alive(tmp_path), seconds=3)
+    wait_for(lambda: not alive(folder), seconds=3)
 
 
-def test_a_script_of_its_own(rewards, tmp_path):
+def test_a_script_of_its_own(rewards, folder):
     """A reward in the main script; a fork's end that is not ours; an exit without close."""
     body = """
         if __name__ == "__main__":
@@ -453,14 +478,14 @@ def test_a_script_of_its_own(rewards, tmp_path):
             os.waitpid(child, 0)
             print(scorer.score([("pid", "", "")]).values == before)
         """
-    program = start_program(rewards, tmp_path, body)
+    program = start_program(rewards, folder, body)
     assert program.communicate() == ("[1.0, 0.0]\nTrue\n", "")
-    wait_for(lambda: not alive(tmp_path), seconds=3)
+    wait_for(lambda: not alive(folder), seconds=3)
 
 
-def test_a_script_without_a_guard_is_told_so(rewards, tmp_path):
-    program = start_program(rewards, tmp_path, "Scorer(mine).score([('42', '42', '')])")
+def test_a_script_without_a_guard_is_told_so(rewards, folder):
+    program = start_program(rewards, folder, "Scorer(mine).score([('42', '42', '')])")
     out, err = program.communicate()
     assert out == ""
     assert "if __name__ == '__main__'" in err.splitlines()[-1]
-    assert not alive(tmp_path)
+    assert not alive(folder)

@@ -275,7 +275,7 @@ def test_a_failed_replacement_keeps_the_old_one(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(CheckpointError, match="the disk is full: .*the last checkpoint is step 1 in "):
+    with pytest.raises(CheckpointError, match=r"the disk is full: .*the last checkpoint is step 1 in "):
         save(tmp_path, 1, write_model, {}, {"new": True})
     assert load(tmp_path, never).state["step"] == 1
     assert hidden(tmp_path) == []
@@ -283,43 +283,47 @@ def test_a_failed_replacement_keeps_the_old_one(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot write .*; there is no earlier checkpoint"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*; there is no earlier checkpoint"):
         put(tmp_path / "file" / "checkpoints", 1)
 
 
 SAVE = """
-import sys, torch
+import json, sys, torch
 from pathlib import Path
 from rpg.train.checkpoint import CheckpointError, save
-size, where, root = int(sys.argv[2]), sys.argv[3], Path(sys.argv[1])
-def write_model(folder):
-    (folder / "model.bin").write_bytes(b"x" * (size if where == "model" else 10))
-for step, n in ((1, 10), (2, size)):
+root, large = Path(sys.argv[1]), 8_000_000
+
+def attempt(step, model=10, tensors=10, state=10):
+    def write_model(folder):
+        (folder / "model.bin").write_bytes(b"x" * model)
     try:
-        save(root, step, write_model if step == 2 else lambda folder: None,
-             {"optimizer": {"a": torch.zeros((n if where == "tensors" else 10) // 4 + 1)}}, {"text": "y" * (n if where == "state" else 1)})
+        save(root, step, write_model, {"optimizer": {"a": torch.zeros(tensors // 4)}}, {"text": "y" * state})
+        return None
     except CheckpointError as error:
-        print(error)
+        return str(error)
+
+print(json.dumps([attempt(1), attempt(2, model=large), attempt(2, tensors=large), attempt(2, state=large)]))
 """
 
 
-def failing(root, where, preexec=None, size=8_000_000):
-    command = [sys.executable, "-c", SAVE, str(root), str(size), where]
+def fail_for_real(root, reason, preexec=None):
+    """Model, tensors and state in turn too large for what there is."""
+    command = [sys.executable, "-c", SAVE, str(root)]
     run = subprocess.run(command, capture_output=True, text=True, preexec_fn=preexec, check=True)
+    first, *failures = json.loads(run.stdout)
+    last = f"the last checkpoint is step 1 in {root / 'step-000001'}"
+    assert first is None
+    assert failures == [f"{reason}: cannot write {root / 'step-000002'}; {last}"] * 3
     assert list(found(root)) == [1]
     assert hidden(root) == []
     assert verify(root / "step-000001") is None
-    assert run.stdout.count("\n") == 1
-    assert f"cannot write {root / 'step-000002'}; the last checkpoint is step 1 in {root / 'step-000001'}" in run.stdout
-    return run.stdout
 
 
-@pytest.mark.parametrize("where", ["model", "tensors", "state"])
-def test_a_file_that_grows_too_large(tmp_path, where):
+def test_a_file_that_grows_too_large(tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
-    assert failing(tmp_path, where, limit).startswith("a file is larger than the system allows: ")
+    fail_for_real(tmp_path, "a file is larger than the system allows", limit)
 
 
 @pytest.fixture
@@ -336,64 +340,70 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("where", ["model", "tensors", "state"])
-def test_a_full_disk(small_disk, where):
-    assert failing(small_disk / "checkpoints", where).startswith("the disk is full: ")
+def test_a_full_disk(small_disk):
+    fail_for_real(small_disk / "checkpoints", "the disk is full")
     assert shutil.disk_usage(small_disk).used < 100_000
 
 
 # ---- kill -9
 
 LOOP = """
-import itertools, sys, torch
+import itertools, os, sys, torch
 from pathlib import Path
 from rpg.train.checkpoint import load, prune, save
 root = Path(sys.argv[1])
-def write_model(folder):
-    for i in range(3):
-        (folder / f"{i}.bin").write_bytes(bytes([step % 256]) * 100_000)
-saved = load(root, lambda text: sys.exit(text))
-step = saved.step if saved else 0
-for i in itertools.count():
-    step += i % 3 != 2  # every third replaces the one before
-    save(root, step, write_model, {"optimizer": {"a": torch.full((50_000,), float(step))}}, {"step": step})
-    prune(root, 2, best=1)
-    print(step, flush=True)
+
+def loop():
+    saved = load(root, lambda text: os._exit(1))
+    step = saved.step if saved else 0
+
+    def write_model(folder):
+        for i in range(3):
+            (folder / f"{i}.bin").write_bytes(bytes([step % 256]) * 100_000)
+
+    for i in itertools.count():
+        step += i % 3 != 2  # every third replaces the one before
+        save(root, step, write_model, {"optimizer": {"a": torch.full((50_000,), float(step))}}, {"step": step})
+        prune(root, 2, best=1)
+        os.write(1, f"{step}\\n".encode())
+
+for _ in sys.stdin:  # a fresh process for each line; the imports are paid for once
+    child = os.fork()
+    if not child:
+        try:
+            os.write(1, f"{os.getpid()}\\n".encode())
+            loop()
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    os.write(1, b"dead\\n")
 """
 
 
 def test_kill_9_in_the_middle_of_saves(tmp_path):
-    """A process forked after the imports saves and prunes in a loop until it is killed, 20 times over."""
-    seen, midway = 0, 0
-    clock = random.Random(0)
-    torch.zeros(1)
-    for _ in range(20):
-        out, into = os.pipe()
-        child = os.fork()
-        if child == 0:  # nothing of pytest's may run in here
-            try:
-                os.dup2(into, 1)
-                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-                sys.argv = ["loop", str(tmp_path)]
-                exec(LOOP, {})
-            finally:
-                os._exit(1)
-        os.close(into)
-        first = os.read(out, 100)
-        time.sleep(clock.uniform(0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        printed = first + b"".join(iter(lambda: os.read(out, 65536), b""))
-        os.close(out)
-        done = [int(line) for line in printed.decode().split("\n")[:-1]]
-        midway += bool(hidden(tmp_path))
-        saved = load(tmp_path, never)
-        assert hidden(tmp_path) == []
-        assert saved.step >= done[-1] >= seen
-        assert saved.state == {"step": saved.step}
-        assert torch.equal(saved.tensors("optimizer")["a"], torch.full((50_000,), float(saved.step)))
-        assert 1 in found(tmp_path)
-        seen = saved.step
+    """A process that saves and prunes in a loop is killed at 20 random moments."""
+    seen, midway, clock = 0, 0, random.Random(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", LOOP, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        for _ in range(20):
+            server.stdin.write("go\n")
+            server.stdin.flush()
+            child = int(server.stdout.readline())
+            done = [int(server.stdout.readline())]  # one save at least
+            time.sleep(clock.uniform(0, 0.05))
+            os.kill(child, signal.SIGKILL)
+            done += [int(line) for line in iter(server.stdout.readline, "dead\n")]
+            midway += bool(hidden(tmp_path))
+            saved = load(tmp_path, never)
+            assert hidden(tmp_path) == []
+            assert saved.step >= done[-1] >= seen
+            assert saved.state == {"step": saved.step}
+            assert torch.equal(saved.tensors("optimizer")["a"], torch.full((50_000,), float(saved.step)))
+            assert (saved.model_folder / "2.bin").read_bytes() == bytes([saved.step % 256]) * 100_000
+            assert 1 in found(tmp_path)
+            seen = saved.step
+        server.stdin.close()
     assert midway >= 5  # else the kills came at the wrong moments to show anything
 
 
@@ -415,7 +425,7 @@ def test_prune(tmp_path):
 def test_prune_that_fails_is_one_line(tmp_path, monkeypatch):
     put(tmp_path, 1, 2)
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    with pytest.raises(CheckpointError, match="cannot delete old checkpoints in .*: Permission denied"):
+    with pytest.raises(CheckpointError, match=r"cannot delete old checkpoints in .*: Permission denied"):
         prune(tmp_path, 1)
 
 

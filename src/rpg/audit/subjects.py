@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import clipping as clip
 from ..algorithms import Algorithm, algorithm, algorithms
-from ..names import choose
 from ..losses import PolicyLoss
+from ..names import choose
 from ..objective import DIVERGENCES
 from .measure import Coefficients, Subject
 from .problem import Batch

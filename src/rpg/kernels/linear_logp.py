@@ -1,4 +1,4 @@
-"""Log-probability and entropy from hidden states and the head, a chunk of tokens at a time: never all the logits at once."""
+"""Log-probability and entropy from hidden states and the head, a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def linear_logp(
         return _chunk(hidden_NH, weight_VH, target_N, temperature)
     parts = [
         checkpoint(_chunk, h, weight_VH, t, temperature, use_reentrant=False)
-        for h, t in zip(hidden_NH.split(rows), target_N.split(rows), strict=True)
+        for h, t in zip(torch.split(hidden_NH, rows), torch.split(target_N, rows), strict=True)
     ]
     return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
 

@@ -46,10 +46,14 @@ function ticks(low, high, count) {
   return found;
 }
 
+/** Powers of ten; in a narrow range also twice and five times these, or else any round numbers. */
 function decades(low, high) {
-  const found = [], every = Math.max(1, Math.ceil(Math.log10(high / low) / 5));
-  for (let k = Math.ceil(Math.log10(low) - 1e-9); k <= Math.log10(high) + 1e-9; k += every) found.push(10 ** k);
-  return found.length > 1 ? found : [low, high];
+  const span = Math.log10(high / low), every = Math.max(1, Math.ceil(span / 5));
+  const found = [];
+  for (let k = Math.floor(Math.log10(low)); k <= Math.log10(high); k += every)
+    for (const m of span < 2 ? [1, 2, 5] : [1]) found.push(Number(`${m}e${k}`));
+  const inside = found.filter((t) => t >= low * 0.999 && t <= high * 1.001);
+  return inside.length > 2 ? inside : ticks(low, high, 5);
 }
 
 /** Time runs in units of 60. */
@@ -89,6 +93,8 @@ function path(xs, ys, place) {
 function ribbon(xs, low, high, place) {
   let text = "", run = [];
   const close = () => {
+    const at = run.length === 1 ? place.x(xs[run[0]]) : 0;
+    if (run.length === 1) text += `M${at - 2} ${place.y(low[run[0]])}h4V${place.y(high[run[0]])}h-4Z`; // alone, it is an error bar
     if (run.length > 1)
       text += "M" + run.map((i) => `${place.x(xs[i]).toFixed(1)} ${place.y(high[i]).toFixed(1)}`).join("L") +
         "L" + run.reverse().map((i) => `${place.x(xs[i]).toFixed(1)} ${place.y(low[i]).toFixed(1)}`).join("L") + "Z";
@@ -171,10 +177,8 @@ function draw(box, lines, options) {
       const own = l.x.map((v, i) => (known([l.y[i]]).length ? i : -1)).filter((i) => i >= 0);
       if (!own.length) return null;
       const i = x === null ? own[own.length - 1] : own.reduce((a, b) => (Math.abs(l.x[b] - x) < Math.abs(l.x[a] - x) ? b : a));
-      if (x !== null) {
-        const top = stack ? stack[lines.indexOf(l)].high[i] : (l.raw || l.y)[i];
-        cross.append(svg("circle", { class: l.colour, cx: place.x(l.x[i]).toFixed(1), cy: place.y(top).toFixed(1), r: l.thin ? 3 : 4.2 }));
-      }
+      if (x !== null && !stack)
+        cross.append(svg("circle", { class: l.colour, cx: place.x(l.x[i]).toFixed(1), cy: place.y((l.raw || l.y)[i]).toFixed(1), r: l.thin ? 3 : 4.2 }));
       return { line: l, x: l.x[i], step: l.step ? l.step[i] : null, y: (l.raw || l.y)[i], low: l.low ? l.low[i] : null, high: l.high ? l.high[i] : null, order: k };
     }).filter((found) => found);
   }

@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from .. import __version__
-from ..audit.page import tag, unbroken
 from .charts import Chart, present
+from .markup import tag, unbroken
 from .payload import embed, payload, sampled, stride
 from .runs import Run, finite
 from .scores import Group, averages, groups, scores
@@ -88,7 +88,7 @@ def headline(runs: Sequence[Run], found: Sequence[Group], tasks: Sequence[str]) 
             return f"{run.algorithm} on {run.task}" if run.task else run.algorithm
         task, score = next(iter(own.items()))
         if score.last_step == score.first_step:
-            return f"{percent(score.last)} on {task}"
+            return f"{percent(score.last)} on {task}" + (" before training" if score.last_step == 0 else "")
         return f"From {percent(score.first)} to {percent(score.last)} on {task}"
     algorithms = len({run.algorithm for run in runs})
     what = plural(algorithms, "algorithm") if algorithms > 1 else runs[0].algorithm
@@ -143,10 +143,11 @@ def _cards(run: Run) -> list[str]:
     for task, s in own.items():
         where = f" on {task}" if len(own) > 1 else ""
         sure = f"95 % interval {interval(s)}" if interval(s) else ""
+        last = "Before training" if s.last_step == 0 else "Last"
         cards.append(
-            _card(escape(f"Last{where}"), percent(s.last), f"{s.metric} at step {s.last_step}", sure, kind="first")
+            _card(escape(last + where), percent(s.last), f"{s.metric} at step {s.last_step}", sure, kind="first")
         )
-        if len(own) == 1:
+        if len(own) == 1 and s.last_step > s.first_step:
             cards.append(_card("Best", percent(s.best), f"at step {s.best_step}", "the highest of noisy readings"))
             before = "before training" if s.first_step == 0 else f"at step {s.first_step}"
             cards.append(_card("First", percent(s.first), before, f"{100 * (s.last - s.first):+.1f} points since"))

@@ -96,9 +96,9 @@ function accuracyLines(chart) {
 
 const metrics = (task) => {
   const names = [...new Set(data.runs.flatMap((run) => Object.keys((run.evals[task] || { columns: {} }).columns)))];
-  const size = (name) => Number(name.split("@")[1]);
-  return names.filter((n) => /^(mean|pass)@\d+$/.test(n) && n !== "pass@1")
-    .sort((a, b) => a.startsWith("pass") - b.startsWith("pass") || size(a) - size(b));
+  const kinds = ["mean@", "pass@", "level"];
+  const order = (name) => kinds.indexOf(name.slice(0, 5)) * 1e6 + Number(name.slice(5));
+  return names.filter((n) => /^(mean@|pass@|level)\d+$/.test(n) && n !== "pass@1").sort((a, b) => order(a) - order(b));
 };
 const charts = data.charts.map((chart) => {
   if (many && chart.whole) chart.series = { [chart.whole]: "all", ...chart.series };
@@ -119,7 +119,7 @@ function tabs(chart) {
   if (chart === accuracy) {
     if (tasks.length > 1)
       for (const task of tasks) found.push(button(task, chart.task === task, () => { chart.task = task; chart.metric = metrics(task).includes(chart.metric) ? chart.metric : metrics(task)[0]; refresh(); }));
-    metrics(chart.task).forEach((metric, k) => found.push(button(metric, chart.metric === metric, () => { chart.metric = metric; refresh(); }, k || !found.length ? "tab" : "tab apart")));
+    metrics(chart.task).forEach((metric, k) => found.push(button(metric.replace("level", "level "), chart.metric === metric, () => { chart.metric = metric; refresh(); }, metric !== "level1" && (k || !found.length) ? "tab" : "tab apart")));
     if (data.runs.some((run) => run.columns[data.training]) && chart.metric.startsWith("mean@"))
       found.push(button([!many && make("i", { class: "swatch c1" }), "training"].filter(Boolean), state.training, () => { state.training = !state.training; refresh(); }, "tab apart"));
     return found;

@@ -14,7 +14,7 @@ from .scores import Group
 POINTS = 1000  # of a curve; beyond, neighbouring steps are averaged
 SAMPLES = 600  # responses on a page
 TEXT = 4000  # characters of a prompt or response; the middle of a longer one is left out
-EVAL = re.compile(r"eval/(?P<task>.+)/(?P<metric>(mean@\d+)(_low|_high)?|pass@\d+|length)")
+EVAL = re.compile(r"eval/(?P<task>.+)/(?P<metric>(mean@\d+)(_low|_high)?|pass@\d+|level\d+)")
 
 
 def embed(value: Any) -> str:

@@ -52,12 +52,13 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        return finite(self.summary.get("seconds")) or sum(elapsed(row) for row in self.rows) or None
+        """The summary of a run that goes on, or was killed, may be older than its rows."""
+        return max(finite(self.summary.get("seconds")) or 0.0, sum(elapsed(row) for row in self.rows)) or None
 
     @property
     def tokens(self) -> float | None:
-        totals = [x for row in self.rows if (x := finite(row.get("tokens_total"))) is not None]
-        return finite(self.summary.get("tokens_total")) or (totals[-1] if totals else None)
+        totals = (finite(row.get("tokens_total")) or 0.0 for row in (self.summary, *self.rows))
+        return max(totals) or None
 
     @property
     def speed(self) -> float | None:
@@ -137,15 +138,15 @@ def _read(path: Path, remarks: list[str]) -> str:
 
 def _lines(path: Path, remarks: list[str]) -> Iterator[Row]:
     """The objects of a jsonl file. A last line without its end is still being written, and no fault."""
-    *whole, last = _read(path, remarks).split("\n")
+    lines = _read(path, remarks).split("\n")
     bad = 0
-    for text in [*whole, last]:
+    for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
             row = json.loads(text)
         except (ValueError, RecursionError):
-            bad += text is not last
+            bad += number < len(lines)
             continue
         if isinstance(row, dict):
             yield row

@@ -51,7 +51,7 @@ function browse(box, data) {
     const responses = groups.reduce((n, group) => n + group.responses.filter((r) => fits(r, group)).length, 0);
     count.textContent = groups.length ? `${responses} response${responses === 1 ? "" : "s"} to ${groups.length} prompt${groups.length === 1 ? "" : "s"}` : "No response fits.";
     names.replaceChildren(...groups.map((group, i) => make("div", { class: "item", role: "option", id: `item-${i}`, onclick: () => choose(i) },
-      make("span", { class: "where" }, `step ${group.step} · ${group.split}${group.level === null ? "" : ` · level ${group.level}`}`),
+      make("span", { class: "where" }, `${data.runs.length > 1 ? `${data.runs[group.run].name} · ` : ""}step ${group.step} · ${group.split}${group.level === null ? "" : ` · level ${group.level}`}`),
       make("span", { class: "first" }, group.prompt.trim().slice(0, 120)), dots(group))));
     choose(0);
   }

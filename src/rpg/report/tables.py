@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ..audit.page import tag, unbroken
+from .markup import tag, unbroken
 from .runs import Run
 from .scores import Group, Score, averages, differences, scores, settings
 from .words import amount, duration, interval, labels, percent, spread, status, swatch

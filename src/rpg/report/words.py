@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ..audit.page import tag
+from .markup import tag
 from .runs import Run
 from .scores import Average, Score
 

@@ -241,7 +241,8 @@ class _Batch:
             input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
         at = hidden[:, -1] if last is None else hidden[torch.arange(len(ids), device=self.device), last]
-        return self.model.get_output_embeddings()(at)
+        logits: Tensor = self.model.get_output_embeddings()(at)
+        return logits
 
     def step(self) -> None:
         """One more token for every live row."""

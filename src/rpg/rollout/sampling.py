@@ -28,7 +28,7 @@ def truncate(logits_BV: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
 def sample(
     logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and the log-probabilities they were drawn with: those of the tempered, truncated, renormalised distribution."""
+    """Tokens, and their log-probabilities in what they were drawn from: tempered, truncated and renormalised."""
     logits_BV = logits_BV.float()
     if temperature == 0:
         token_B = logits_BV.argmax(-1)

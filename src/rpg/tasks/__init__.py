@@ -10,10 +10,10 @@ from .builtin import BUILTIN
 from .files import load_file, split
 from .importing import load_function
 from .scoring import Scorer, Scores
-from .task import Problem, Reward, Task
+from .task import ENDLESS, Problem, Reward, Task
 from .verify import verify
 
-__all__ = ["Problem", "Reward", "Scorer", "Scores", "Task", "load_task", "verify"]
+__all__ = ["ENDLESS", "Problem", "Reward", "Scorer", "Scores", "Task", "load_task", "verify"]
 
 FILES = (".jsonl", ".json")
 
@@ -37,12 +37,15 @@ def _load(name: str, seed: int) -> Task:
         train, test = split(load_file(name))
         return Task(Path(name).stem, train, test, verify_reward)
     if ":" in name:
-        made = load_function(name)()
+        make = load_function(name)
+        try:
+            made = make()
+        except Exception as error:
+            raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
         if not isinstance(made, Task):
             raise ValueError(f"{name} must return a rpg.tasks.Task; it returned {type(made).__name__}")
         return made
-    what = f"{choose('task', name, BUILTIN)}"
-    raise ValueError(f"{what}, or a .jsonl file, or my_task.py:make")
+    raise ValueError(f"{choose('task', name, BUILTIN)}, or a .jsonl file, or my_task.py:make")
 
 
 def verify_reward(response: str, answer: str, prompt: str) -> float:

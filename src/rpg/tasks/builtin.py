@@ -17,11 +17,10 @@ from functools import partial
 from itertools import permutations
 from typing import overload
 
-from .task import Problem, Task
+from .task import ENDLESS, Problem, Task
 
 LARGEST = 199  # no number on the way to an answer is larger, none is negative
 TRAIN, TEST = "train", "test"
-_ENDLESS = 2**31
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ class Generated(Sequence[Problem]):
     seed: int = 0
 
     def __len__(self) -> int:
-        return _ENDLESS
+        return ENDLESS
 
     @overload
     def __getitem__(self, index: int) -> Problem: ...

@@ -32,6 +32,7 @@ from .task import Reward
 Item = tuple[str, str, str]  # response, answer, prompt
 Outcome = tuple[int, float, str]  # one of the kinds below, the reward, a message
 
+# SPENT: out of memory, which the next item must not suffer from; BROKEN: the reward function cannot be had
 OK, RAISED, NOT_FINITE, TIMED_OUT, SPENT, READY, BROKEN, DIED = range(8)
 FAILURES = {RAISED: "raised", SPENT: "raised", DIED: "raised", TIMED_OUT: "timed_out", NOT_FINITE: "not_finite"}
 MESSAGES = 5
@@ -323,10 +324,7 @@ def work(requests: int, lifeline: int, parent: int) -> None:
         _limit(memory_gb)
         _reply(requests, (READY, 0.0, ""))
         while True:
-            outcome = caller(pickle.load(reader))
-            _reply(requests, outcome)
-            if outcome[0] == SPENT:
-                return None
+            _reply(requests, caller(pickle.load(reader)))
     except (EOFError, OSError):  # the parent is gone, or has given up on this worker
         return None
 

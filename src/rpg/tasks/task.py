@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+ENDLESS = 2**31  # length of problems that are made when asked for
+
 
 @dataclass(frozen=True)
 class Problem:

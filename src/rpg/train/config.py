@@ -34,7 +34,7 @@ class RolloutConfig:
     """responses to each prompt"""
     max_prompt_tokens: int = 512
     """a longer prompt is an error, named by its place in the data"""
-    max_new_tokens: int = 64
+    max_new_tokens: int = 80
     """length at which a response is cut"""
     temperature: float = 1.0
     """of the sampling distribution; the policy that is trained is this tempered one"""

@@ -78,7 +78,7 @@ def evaluate(
     keep: int = 4,
     watch: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-    """k responses to every problem, the same random numbers every time, so that evaluations differ by the policy alone."""
+    """k responses to every problem, with the same random numbers every time: evaluations differ by the policy alone."""
     how, total = config.eval, len(problems) * config.eval.k
     prompts = [encode_prompt(policy, problem, config) for problem in problems]
     rollouts = engine.generate(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..advantages import soft_overlong_penalty
 from ..algorithms import Algorithm
 from ..policy import Policy
 from ..rollout import Engine, Rollout
-from ..tasks import Problem, Scorer, Task
+from ..tasks import ENDLESS, Problem, Scorer, Task
 from .config import Config
 from .randomness import permutation, stream
 
@@ -145,13 +146,13 @@ class Collector:
             self.cursor.failures[name] = self.cursor.failures.get(name, 0) + number
         return Experience(kept[: sampling.prompts], sampled, rounds, failures, messages, seconds)
 
-    # ---- prompts ------------------------------------------------------------------------------------------------------
+    # ---- prompts -----------------------------------------------------------------------------------------------------
 
     def _next(self, count: int) -> list[Problem]:
         """The next problems: endless tasks in their order, files shuffled anew in every pass."""
         begin, size = self.cursor.problem, len(self.task.train)
         self.cursor.problem += count
-        endless = size >= 2**31
+        endless = size >= ENDLESS
         return [
             self.task.train[i if endless else int(self._shuffled(i // size)[i % size])]
             for i in range(begin, begin + count)
@@ -160,11 +161,9 @@ class Collector:
     def _shuffle(self, epoch: int) -> Any:
         return permutation(len(self.task.train), self.config.seed, "problems", epoch)
 
-    # ---- rollouts and rewards -----------------------------------------------------------------------------------------
+    # ---- rollouts and rewards ----------------------------------------------------------------------------------------
 
     def _sample(self, problems: list[Problem], seed: int, seconds: dict[str, float]) -> tuple[list[Group], Any]:
-        from time import perf_counter
-
         sampling = self.config.rollout
         start = perf_counter()
         prompts = [encode_prompt(self.policy, problem, self.config) for problem in problems]
@@ -213,13 +212,17 @@ class Collector:
         return [float(x) for x in soft_overlong_penalty(lengths, limit, zone)]
 
 
+class PromptTooLong(ValueError):
+    pass
+
+
 def encode_prompt(policy: Policy, problem: Problem, config: Config) -> list[int]:
     """The prompt's tokens, in its template; a prompt that is too long is an error."""
     text = problem.prompt if config.task.template is None else config.task.template.replace("{prompt}", problem.prompt)
     ids = policy.encode(text, config.task.chat)
     if len(ids) > config.rollout.max_prompt_tokens:
         limit = config.rollout.max_prompt_tokens
-        raise ValueError(
+        raise PromptTooLong(
             f"a prompt has {len(ids)} tokens, more than rollout.max_prompt_tokens={limit}: {problem.prompt[:60]!r}"
         )
     return ids

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,16 +26,16 @@ from .. import __version__
 from ..algorithms import Algorithm, algorithm
 from ..policy import Policy
 from ..rollout import NativeEngine, Sampling
-from ..tasks import Scorer, Task, load_task
+from ..tasks import ENDLESS, Problem, Scorer, Task, load_task
 from . import checkpoint
 from .batch import make_batch, with_advantages
 from .config import Config
 from .evaluate import Evaluation, evaluate
-from .experience import Collector, Cursor, Experience, encode_prompt
+from .experience import Collector, Cursor, Experience, PromptTooLong, encode_prompt
 from .logs import LogError, RunLogs, write_summary
 from .optim import averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
 from .reference import Reference, batch_logp, rule_of
-from .settings import differences, flat, to_yaml
+from .settings import flat, to_yaml
 from .update import Updater, prepared
 from .view import View, make_view
 
@@ -44,33 +44,91 @@ FREE = ("steps", "output", "device", "log.", "eval.", "checkpoint.")  # what may
 
 
 class Failed(Exception):
-    """The run cannot go on; its text is one line."""
+    """The run cannot go on; its text is one line. ``setup``: nothing was done yet, what was asked for is impossible."""
+
+    def __init__(self, message: str, setup: bool = False):
+        super().__init__(" ".join(message.split()))
+        self.setup = setup
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
-    """Run to the end, or until stopped. Returns the summary; raises Failed, ValueError or CheckpointError in one line."""
+    """Run to the end, or until stopped. Returns the summary; what cannot go on raises Failed, in one line."""
     folder = Path(config.output)
-    root = folder / "checkpoints"
     title = f"{config.algorithm} · {config.model} · {config.task.name} · seed {config.seed}"
     with make_view(config.log.view, title=title, steps=config.steps) as view:
-        found = checkpoint.load(root, lambda text: view.message(text, "warning")) if resume else None
-        if resume and not (folder / "config.yaml").exists():
-            raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
-        if resume and found is None:
-            view.message(f"{folder} has no checkpoint yet: starting from the beginning", "warning")
-        if not resume and (folder / "metrics.jsonl").exists():
-            raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
-        folder.mkdir(parents=True, exist_ok=True)
-        trainer = Trainer(config, folder, view)
-        if found is not None:
-            trainer.load(found)
-            view.message(f"resumed from step {found.step} ({found.folder})")
-        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        name = folder.name
-        at = (found.step if found is not None else -1) if resume else None
-        warn = lambda text: view.message(text, "warning")  # noqa: E731
-        with trainer, RunLogs(folder, config.log, name, flat(config), resume=at, warn=warn) as logs:
+        try:
+            trainer, logs = _set_up(config, folder, view, resume)
+        except (ValueError, OSError, checkpoint.CheckpointError) as error:
+            raise Failed(str(error), setup=True) from error
+        with trainer, logs:
             return trainer.run(logs)
+
+
+def _set_up(config: Config, folder: Path, view: View, resume: bool) -> tuple[Trainer, RunLogs]:
+    if not resume and (folder / "metrics.jsonl").exists():
+        raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def warn(text: str) -> None:
+        view.message(text, "warning")
+
+    found = checkpoint.load(folder / "checkpoints", warn) if resume else None
+    trainer = Trainer(config, folder, view)
+    at = None
+    if resume:
+        at = -1 if found is None else found.step
+    if found is not None:
+        trainer.load(found)
+        view.message(f"resumed from step {found.step} ({found.folder})")
+    elif resume:
+        warn(f"{folder} has no checkpoint: starting from the beginning")
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    logs = RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn)
+    if resume:
+        view.history(read_rows(folder / "metrics.jsonl"))
+    return trainer, logs
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def evaluate_model(config: Config) -> Evaluation:
+    """``rpg eval``: a model on the held-out problems of a task."""
+    task = load_task(config.task.name, config.seed, config.task.test)
+    policy = Policy.load(config.model, device=pick_device(config.device), temperature=1.0)
+    engine = NativeEngine(policy.model, policy.tokenizer, config.rollout.slots)
+    problems = task.test[: config.eval.problems]
+    if not problems:
+        raise ValueError(f"task {config.task.name!r} has no held-out problems")
+    check_fit(policy, problems, config)
+    with make_scorer(config, task) as scorer:
+        return evaluate(policy, engine, scorer, task.name, problems, config)
+
+
+def make_scorer(config: Config, task: Task) -> Scorer:
+    own = config.task
+    scorer = Scorer(
+        own.reward or task.reward,
+        trusted=own.reward is None and task.trusted,
+        workers=own.workers,
+        timeout=own.timeout,
+        on_error=own.on_error,
+    )
+    scorer.start()
+    return scorer
+
+
+def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> None:
+    """Prompts and responses have to fit into the model."""
+    longest = max(len(encode_prompt(policy, problem, config)) for problem in problems)
+    new, context = config.rollout.max_new_tokens, policy.context
+    if context is not None and longest + new > context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and rollout.max_new_tokens={new} do not fit into the {context} of the model"
+        )
 
 
 def resolve(config: Config) -> Algorithm:
@@ -102,16 +160,9 @@ class Trainer:
         device = pick_device(config.device)
         self.policy = Policy.load(config.model, device=device, dtype=dtype, temperature=sampling.temperature)
         self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, sampling.slots)
-        own = config.task.reward is None
-        self.scorer = Scorer(
-            config.task.reward or self.task.reward,
-            trusted=own and self.task.trusted,
-            workers=config.task.workers,
-            timeout=config.task.timeout,
-            on_error=config.task.on_error,
-        )
         self.problems = self.task.test[: config.eval.problems]
-        self._check_prompts()
+        self._check_problems()
+        self.scorer = make_scorer(config, self.task)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.reference = Reference(self.policy, rule_of(self.algorithm, config.reference), config.reference)
         self.collector = Collector(
@@ -135,31 +186,24 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.scorer.close()
 
-    def _check_prompts(self) -> None:
+    def _check_problems(self) -> None:
         """What can be known to be wrong before any work is done."""
-        config, context = self.config, self.policy.context
-        if not self.problems and config.eval.problems:
-            raise ValueError(f"task {config.task.name!r} has no held-out problems: give --task.test, or --eval.problems 0")
-        if not len(self.task.train):
-            raise ValueError(f"task {config.task.name!r} has no problems to train on")
-        endless = len(self.task.train) >= 2**31
-        known = [*(self.task.train[:64] if endless else self.task.train), *self.problems]
-        longest = max(len(encode_prompt(self.policy, problem, config)) for problem in known)
-        if context is not None and longest + config.rollout.max_new_tokens > context:
-            raise ValueError(
-                f"a prompt of {longest} tokens and rollout.max_new_tokens={config.rollout.max_new_tokens} do not fit into "
-                f"the model's {context} positions"
-            )
-        self.scorer.start()
+        name, train = self.config.task.name, self.task.train
+        if not self.problems:
+            raise ValueError(f"task {name!r} has no held-out problems: name some with --task.test")
+        if not len(train):
+            raise ValueError(f"task {name!r} has no problems to train on")
+        known = train[:64] if len(train) >= ENDLESS else train
+        check_fit(self.policy, [*known, *self.problems], self.config)
 
-    # ---- the loop -----------------------------------------------------------------------------------------------------
+    # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, logs: RunLogs) -> dict[str, Any]:
         status, message = "failed", ""
         try:
             with self._stoppable():
                 if self.done == 0:
-                    self._first(logs)
+                    self._begin(logs)
                 while self.done < self.config.steps and self.stopped_by is None:
                     self.step(self.done + 1, logs)
                     if self.starved >= MAX_STARVED:
@@ -168,8 +212,11 @@ class Trainer:
                         break
             status = "finished" if self.stopped_by is None else "stopped"
             if self.stopped_by is not None:
-                message = f"stopped by {self.stopped_by} after step {self.done}; go on with: rpg train --resume --output {self.config.output}"
-        except (checkpoint.CheckpointError, LogError) as error:
+                message = (
+                    f"stopped by {self.stopped_by} after step {self.done}; "
+                    f"go on with: rpg train --resume --output {self.config.output}"
+                )
+        except (checkpoint.CheckpointError, LogError, PromptTooLong) as error:
             message = str(error)
             raise Failed(message) from error
         except Failed as error:
@@ -233,7 +280,7 @@ class Trainer:
             self.save(logs)
         if self._hopeless:
             raise Failed(
-                f"{self.updater.bad_steps} optimiser steps in a row had a loss or gradient that is not finite: stopped. "
+                f"{self.updater.bad_steps} optimiser steps in a row had a loss or gradient that is not finite. "
                 f"Their batches are in {self.folder / 'bad'}; lower optim.lr, or look at the rewards"
             )
 
@@ -259,9 +306,9 @@ class Trainer:
         advantage = batch.advantage if batch.advantage.dim() == 1 else batch.advantage[:, 0]
         return metrics, advantage.tolist()
 
-    # ---- evaluation and samples ---------------------------------------------------------------------------------------
+    # ---- evaluation and samples --------------------------------------------------------------------------------------
 
-    def _first(self, logs: RunLogs) -> None:
+    def _begin(self, logs: RunLogs) -> None:
         """The row of step 0: where the model begins."""
         row = self._evaluate(0, logs) if self.problems else {}
         logs.metrics({"step": 0, **row})
@@ -277,9 +324,7 @@ class Trainer:
         self.evals.append({"step": step, "mean": found.mean.mean, "low": found.mean.low, "high": found.mean.high})
         return found.metrics()
 
-    def _write_samples(
-        self, logs: RunLogs, step: int, experience: Experience, advantages: list[float] | None
-    ) -> None:
+    def _write_samples(self, logs: RunLogs, step: int, experience: Experience, advantages: list[float] | None) -> None:
         groups = experience.groups or experience.sampled
         rows, i = [], 0
         for g, group in enumerate(groups[: self.config.log.samples]):
@@ -311,12 +356,12 @@ class Trainer:
 
     def _starvation(self) -> str:
         return (
-            f"ended after step {self.done}: in {MAX_STARVED} steps in a row no group had unequal rewards, so there is nothing "
-            "to learn. If all are solved the task is done; if none are, it is too hard for this model: try easier problems, "
-            "more rollout.samples or a higher rollout.temperature"
+            f"ended after step {self.done}: for {MAX_STARVED} steps no group had unequal rewards, so there is nothing "
+            "to learn. If all are solved the task is done; if none are, it is too hard for this model: try easier "
+            "problems, more rollout.samples or a higher rollout.temperature"
         )
 
-    # ---- checkpoints, summary, report ---------------------------------------------------------------------------------
+    # ---- checkpoints, summary, report --------------------------------------------------------------------------------
 
     def save(self, logs: RunLogs) -> None:
         start = time.perf_counter()
@@ -351,11 +396,13 @@ class Trainer:
         state = found.state
         now = flat(self.config)
         changed = {
-            key for key, value in state["config"].items() if not key.startswith(FREE) and json_like(now.get(key)) != value
+            key
+            for key, value in state["config"].items()
+            if not key.startswith(FREE) and json_like(now.get(key)) != value
         }
         if changed:
             raise ValueError(
-                f"cannot resume {self.folder} with other settings: {', '.join(sorted(changed))} differ from the checkpoint's"
+                f"cannot resume {self.folder} with other settings than its checkpoint's: {', '.join(sorted(changed))}"
             )
         if state["threads"] != torch.get_num_threads():
             self.view.message(
@@ -431,7 +478,7 @@ class Trainer:
 
         write([read_run(self.folder)], self.folder / "report.html")
 
-    # ---- signals ------------------------------------------------------------------------------------------------------
+    # ---- signals -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -441,7 +488,9 @@ class Trainer:
             if self.stopped_by is not None:
                 raise KeyboardInterrupt
             self.stopped_by = signal.Signals(number).name
-            self.view.message(f"{self.stopped_by}: finishing step {self.done + 1}, then saving (again: stop at once)", "warning")
+            self.view.message(
+                f"{self.stopped_by}: finishing step {self.done + 1}, then saving (again: stop at once)", "warning"
+            )
 
         before = {}
         try:

@@ -69,7 +69,7 @@ class Reference:
             if value.is_floating_point():
                 value.lerp_(new[name].to(value.dtype), share) if share < 1 else value.copy_(new[name])
 
-    # ---- checkpoints --------------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.policy is None else dict(self.policy.model.state_dict())

@@ -112,10 +112,12 @@ class Updater:
         for part in parts:
             scored = self.policy.score(part.ids_BL, part.start_B, part.mask_BT)
             out = self._loss(rule, part, scored, denominator)
-            out.loss.backward()
+            out.loss.backward()  # type: ignore[no-untyped-call]
             loss += float(out.loss.detach())
             means.add(out.metrics)
-            if first and part.rollout_logp_BT is None:  # the policy is still the one that sampled: what differs is the engine
+            if (
+                first and part.rollout_logp_BT is None
+            ):  # the policy is still the one that sampled: what differs is the engine
                 log_rho = (scored.logp_BT.detach() - part.old_logp_BT)[part.mask_BT]
                 largest = max(largest, float(log_rho.abs().max()))
                 drift += float(k3(log_rho.clamp(-20, 20)).sum())
@@ -187,7 +189,7 @@ class Updater:
         save_file(tensors, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(about, indent=1), encoding="utf-8")
         self.messages.append(
-            f"step {step}: loss {loss} and gradient norm {norm}: optimiser step skipped, batch saved in {path}.safetensors"
+            f"step {step}: loss {loss}, gradient norm {norm}: optimiser step skipped, its batch is {path}.safetensors"
         )
 
 

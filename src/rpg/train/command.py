@@ -1,0 +1,188 @@
+"""``rpg train`` and ``rpg eval``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import Config
+from .settings import add_flags, build, given
+
+if TYPE_CHECKING:
+    from .evaluate import Evaluation
+
+SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model; without arguments the built-in one, on the built-in task",
+        usage="rpg train [--config FILE] [--algorithm NAME] [--steps N] [--output DIR] [--seed N] [--device D] "
+        "[--resume] [--section.key VALUE …]",
+        description="Train a model with a policy-gradient method. Settings come from a YAML file, then from flags.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML (see recipes/)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --output, from its newest checkpoint"
+    )
+    add_flags(parser, Config)
+    parser.set_defaults(run=run_train)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from ..cli import Mistake
+
+    flags = given(args, Config)
+    try:
+        file = args.config
+        if args.resume and file is None:
+            folder = Path(flags.get("output", Config.output))
+            file = folder / "config.yaml"
+            if not file.exists():
+                raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
+        config = build(Config, file=file, flags=flags)
+        from .loop import Failed, train
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    try:
+        summary = train(config, resume=args.resume)
+    except Failed as error:
+        print(f"rpg train: {error}", file=sys.stderr)
+        return 2 if error.setup else 1
+    print(_closing(summary, config))
+    return next((code for name, code in SIGNALS.items() if f"stopped by {name}" in summary["message"]), 0)
+
+
+def _closing(summary: dict[str, Any], config: Config) -> str:
+    lines = []
+    for task, found in summary["eval"].items():
+        interval = f"[{found['last_low']:.1%}, {found['last_high']:.1%}]"
+        best = f"best {found['best']:.1%} at step {found['best_step']}"
+        lines.append(f"{task} {found['metric']}: {found['first']:.1%} → {found['last']:.1%} {interval}, {best}")
+    minutes, seconds = divmod(round(summary["seconds"]), 60)
+    lines.append(f"{summary['step']} steps in {minutes}:{seconds:02d}, {summary['peak_memory_gb']:.2f} GB at most")
+    page = Path(config.output) / "report.html"
+    lines.append(f"{page if config.log.report else config.output}")
+    return "\n".join(lines)
+
+
+# ---- rpg eval --------------------------------------------------------------------------------------------------------
+
+
+def add_eval(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="mean@k and pass@k of a model or a run on held-out problems",
+        description="mean@k and unbiased pass@k on held-out problems, with 95 %% intervals.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL_OR_RUN", help="builtin, a Hugging Face folder, a hub id, or a run's folder"
+    )
+    parser.add_argument(
+        "--task", metavar="NAME_OR_FILE", help="task or .jsonl file; default: the run's own, else arithmetic"
+    )
+    parser.add_argument("--k", type=int, default=32, metavar="K", help="responses to each problem (default 32)")
+    parser.add_argument("--problems", type=int, default=256, metavar="N", help="problems (default 256)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: the run's, else 1; 0 is greedy")
+    parser.add_argument("--top-p", type=float, metavar="P", help="default: the run's, else 1")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the run's, else 80")
+    parser.add_argument("--reward", metavar="FILE:NAME", help="reward function of your own")
+    parser.add_argument("--checkpoint", default="best", metavar="best|last|N", help="which of a run's (default best)")
+    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda …")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run_eval)
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    from ..cli import Mistake
+
+    try:
+        config = _eval_config(args)
+        from .loop import evaluate_model
+
+        found = evaluate_model(config)
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    if args.json:
+        print(json.dumps(found.metrics() | {"model": config.model}, indent=1))
+    else:
+        _show(found, config)
+    return 0
+
+
+def _eval_config(args: argparse.Namespace) -> Config:
+    config = Config()
+    run = Path(args.model)
+    if (run / "config.yaml").is_file():
+        config = build(Config, file=run / "config.yaml")
+        config = replace(config, model=str(_checkpoint(run, args.checkpoint) / "model"))
+    elif (run / "model" / "config.json").is_file():
+        config = replace(config, model=str(run / "model"))
+    else:
+        config = replace(config, model=args.model)
+    task = config.task
+    if args.task is not None:
+        name = args.task
+        task = replace(task, name=name, test=name if name.endswith((".jsonl", ".json")) else None, reward=None)
+    if args.reward is not None:
+        task = replace(task, reward=args.reward)
+    chosen = {"temperature": args.temperature, "top_p": args.top_p}
+    evaluation = replace(config.eval, k=args.k, problems=args.problems, **_set(chosen))
+    rollout = replace(config.rollout, **_set({"max_new_tokens": args.max_new_tokens}))
+    return replace(config, task=task, eval=evaluation, rollout=rollout, device=args.device)
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _checkpoint(run: Path, which: str) -> Path:
+    from . import checkpoint
+
+    found = checkpoint.found(run / "checkpoints")
+    if not found:
+        raise ValueError(f"{run} has no checkpoint yet")
+    if which in ("best", "last"):
+        newest = checkpoint.load(run / "checkpoints", lambda text: print(f"rpg eval: {text}", file=sys.stderr))
+        if newest is None:
+            raise ValueError(f"{run} has no checkpoint that is whole")
+        if which == "last":
+            return newest.folder
+        evals = [e for e in newest.state["evals"] if e["step"] in found]
+        step = max(evals, key=lambda e: (e["mean"], e["step"]))["step"] if evals else newest.step
+    elif which.isdigit() and int(which) in found:
+        step = int(which)
+    else:
+        raise ValueError(f"{run} has no checkpoint {which!r}; it has best, last, {', '.join(map(str, sorted(found)))}")
+    if problem := checkpoint.verify(found[step]):
+        raise ValueError(f"{found[step]}: {problem}")
+    return found[step]
+
+
+def _show(found: Evaluation, config: Config) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ..audit.table import printed
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in (found.task, "value", "95 % interval"):
+        table.add_column(title, justify="left" if title == found.task else "right")
+    rows = {f"mean@{found.k}": found.mean} | {f"pass@{k}": value for k, value in found.passed.items() if k > 1}
+    for name, value in rows.items():
+        table.add_row(name, f"{value.mean:.1%}", f"{value.low:.1%} – {value.high:.1%}")
+    with printed() as to:
+        to.print(
+            f"{config.model}, {config.eval.problems} problems × {found.k}, temperature {config.eval.temperature:g}"
+        )
+        to.print(table)
+        if len(found.by_level) > 1:
+            to.print("by level: " + "  ".join(f"{level}: {mean:.1%}" for level, mean in found.by_level.items()))
+        to.print(f"response length {found.length:.1f} tokens, {found.truncated:.1%} cut")
+        if any(found.failures.values()):
+            to.print("reward function failed: " + ", ".join(f"{n} {what}" for what, n in found.failures.items() if n))

@@ -1,0 +1,21 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # chromium.py stands there, for other tests too
+
+from make_runs import make_many, make_run
+
+from rpg import report
+
+
+@pytest.fixture(scope="session")
+def one(tmp_path_factory):
+    return report.read_run(make_run(tmp_path_factory.mktemp("one") / "latest"))
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory):
+    folders = make_many(tmp_path_factory.mktemp("many"), tasks=("arithmetic", "countdown"), seeds=3, steps=40)
+    return [report.read_run(folder) for folder in folders]
