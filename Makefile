@@ -3,23 +3,32 @@ PYTHON ?= python3
 VENV   := .venv
 VERL   := .venv-verl
 BIN    := $(VENV)/bin
+OUTPUT ?= runs/first
+SEED   ?= 0
 export OMP_NUM_THREADS ?= 1
 export RPG_VERL_PYTHON ?= $(CURDIR)/$(VERL)/bin/python
 
-.PHONY: help test lint audit audit-page bench clean
+.PHONY: help train test lint audit audit-page bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt torch -e .
+	touch $@
+
+$(VENV)/ready: $(VENV)/base
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 $(VERL)/ready: constraints-verl.txt   # verl cannot live beside trl, so it has an environment of its own
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/pip install -q -c constraints-verl.txt torch verl
 	touch $@
+
+train: $(VENV)/base            ## train the built-in model on the built-in task (OUTPUT=runs/first SEED=0)
+	env -u OMP_NUM_THREADS $(BIN)/rpg train --output $(OUTPUT) --seed $(SEED)
 
 lint: $(VENV)/ready            ## ruff and mypy
 	$(BIN)/ruff check .
@@ -35,7 +44,8 @@ audit: $(VENV)/ready $(VERL)/ready            ## every loss, and the real losses
 audit-page: $(VENV)/ready $(VERL)/ready            ## the same over 40 problems, written into docs/ (some 15 minutes)
 	$(BIN)/rpg audit --peers --seeds 40 --html docs/audit.html --svg docs/audit.svg --markdown docs/audit-table.md
 
-bench: $(VENV)/ready            ## the loss's overhead over a hand-written expression
+bench: $(VENV)/ready            ## the whole step beside TRL's trainer, and the loss beside a hand-written expression
+	env -u OMP_NUM_THREADS $(BIN)/rpg bench
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/loss_overhead.py --repeats 60
 
 clean:            ## remove both environments

@@ -1,6 +1,8 @@
 """rpg: KL-regularised policy gradients for language models, exact off-policy, with an audit that proves it."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,8 +46,18 @@ def __getattr__(name: str) -> object:
         found = getattr(import_module(f".{_HOME[name]}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found  # a submodule of the same name (algorithms) must not take its place
+    globals()[name] = found
     return found
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: object) -> None:
+        """Whoever imports the submodule rpg.algorithms must not put it in the place of the function rpg.algorithms."""
+        if not (name == "algorithms" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

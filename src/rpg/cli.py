@@ -406,4 +406,6 @@ def _show_algorithm(a: Algorithm) -> None:
 
 
 if __name__ == "__main__":
+    from rpg.cli import main  # run as a script this module has two names, and its Mistake would be two classes
+
     sys.exit(main())

@@ -16,11 +16,11 @@ from .models import BUILTIN
 
 @dataclass(frozen=True)
 class Scored:
-    """Of every response token, [B,T], zero elsewhere; hidden_NH are the states they were predicted from."""
+    """Of every response token, [B,T], zero elsewhere; hidden_NH, where the head is linear, are the states before it."""
 
     logp_BT: Tensor
     entropy_BT: Tensor
-    hidden_NH: Tensor
+    hidden_NH: Tensor | None
 
 
 class Policy:
@@ -31,7 +31,7 @@ class Policy:
         self.model.eval()  # dropout would make a policy differ from itself
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        self._linear = _head_is_linear(model)
+        self.linear = _head_is_linear(model)  # else the model's own logits are used
 
     @classmethod
     def load(
@@ -46,14 +46,14 @@ class Policy:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        where = str(BUILTIN) if name == "builtin" else name
+        where = str(BUILTIN) if name == "builtin" else str(Path(name).expanduser()) if name.startswith("~") else name
         looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(where).exists()
-        if looks_local and not (Path(where).expanduser() / "config.json").is_file():
+        if looks_local and not (Path(where) / "config.json").is_file():
             raise ValueError(f"{name} is no model folder: there is no config.json in it")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(where)
             model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds
             raise ValueError(f"cannot load the model {name!r}: {_first_line(error)}") from error
         return cls(model.to(device), tokenizer, temperature)
 
@@ -77,7 +77,7 @@ class Policy:
             message = [{"role": "user", "content": prompt}]
             ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         else:
-            ids = self.tokenizer(prompt)["input_ids"]
+            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
         return list(ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -91,14 +91,15 @@ class Policy:
         row_N, t_N = mask_BT.nonzero(as_tuple=True)
         place_N = row_N * (ids_BL.shape[1] - 1) + start_B[row_N] + t_N - 1  # the state before the token
         target_N = ids_BL[row_N, start_B[row_N] + t_N]
-        if self._linear:
+        if self.linear:
             hidden_BLH = self.model.base_model(input_ids=ids_BL[:, :-1], use_cache=False).last_hidden_state
             hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, place_N)
             weight_VH = self.model.get_output_embeddings().weight
             logp_N, entropy_N = linear_logp(hidden_NH, weight_VH, target_N, self.temperature)
         else:
-            hidden_NH = self.model(input_ids=ids_BL[:, :-1], use_cache=False).logits.flatten(0, 1)[place_N]
-            logp_NV = (hidden_NH.float() / self.temperature).log_softmax(-1)
+            hidden_NH = None
+            logits_NV = self.model(input_ids=ids_BL[:, :-1], use_cache=False).logits.flatten(0, 1)[place_N]
+            logp_NV = (logits_NV.float() / self.temperature).log_softmax(-1)
             logp_N = logp_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1)
             entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
         zero_BT = torch.zeros(mask_BT.shape, dtype=logp_N.dtype, device=logp_N.device)
@@ -118,12 +119,21 @@ class Policy:
 
 @torch.no_grad()
 def _head_is_linear(model: Any) -> bool:
-    """Whether the logits are hidden·Wᵀ and nothing else, no bias, scale or cap: tried out, architectures differ."""
+    """Whether the logits are hidden·Wᵀ and nothing else, no bias, scale or cap: tried out, architectures differ.
+
+    A bias and a cap are asked for too: one may be zero, the other do nothing to small logits, until they are trained.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if getattr(head, "bias", None) is not None or getattr(config, "final_logit_softcapping", None) is not None:
+        return False
     ids = torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     full = model(input_ids=ids, use_cache=False).logits.float()
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    by_hand = (hidden @ model.get_output_embeddings().weight.T).float()
-    return full.shape == by_hand.shape and torch.allclose(full, by_hand, rtol=1e-2, atol=1e-2)
+    hidden = getattr(model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+    if hidden is None:
+        return False
+    by_hand = (hidden @ head.weight.T).float()
+    near = (1e-4 if head.weight.dtype in (torch.float32, torch.float64) else 2e-2) * float(full.abs().max())
+    return full.shape == by_hand.shape and bool((full - by_hand).abs().max() <= near)
 
 
 def _first_line(error: Exception) -> str:

@@ -299,7 +299,7 @@ def test_the_reader_is_warned_before_the_numbers(tmp_path):
 
 
 def test_curves_are_the_rows_own(one):
-    made = curves(one, CHARTS, 1)
+    made = curves(one, CHARTS, 1, True)
     rows = one.rows[1:]
     assert made["x"]["step"] == list(range(1, 61))
     assert made["x"]["tokens"] == [row["tokens_total"] for row in rows]
@@ -314,12 +314,12 @@ def test_curves_are_the_rows_own(one):
 
 def test_tokens_add_up_where_no_total_is_written(tmp_path):
     rows = [{"step": 1, "entropy": 1, "tokens": 5}, {"step": 2, "entropy": 1}, {"step": 3, "entropy": 1, "tokens": 7}]
-    assert curves(run_of(tmp_path, rows=rows), CHARTS, 1)["x"]["tokens"] == [5, 5, 12]
+    assert curves(run_of(tmp_path, rows=rows), CHARTS, 1, True)["x"]["tokens"] == [5, 5, 12]
 
 
 def test_what_is_not_finite_is_a_gap_and_is_counted(tmp_path):
     rows = [{"step": i, "grad_norm": v} for i, v in enumerate([1.0, math.nan, math.inf, 4.0])]
-    made = curves(run_of(tmp_path, rows=rows), CHARTS, 1)
+    made = curves(run_of(tmp_path, rows=rows), CHARTS, 1, True)
     assert made["columns"]["grad_norm"] == [1, None, None, 4]
     assert made["lost"] == {"grad_norm": 2}
 
@@ -329,14 +329,16 @@ def test_long_curves_are_thinned_evaluations_are_not_and_the_page_says_so(tmp_pa
     rows += [{"step": i, "entropy": float(i)} | ({"eval/m/mean@8": i / 2500} if i % 2 else {}) for i in range(1, 2501)]
     run = run_of(tmp_path, rows=rows)
     width = stride([run])
-    made = curves(run, CHARTS, width)
+    made = curves(run, CHARTS, width, True)
     assert width == 3
     assert len(made["x"]["step"]) == 834
     assert made["x"]["step"][:2] == [3, 6]
     assert made["columns"]["entropy"][:2] == [2, 5], "means of 1, 2, 3 and of 4, 5, 6"
     assert (made["lowest"]["entropy"][1], made["highest"]["entropy"][1]) == (4, 6)
     assert len(made["evals"]["m"]["x"]["step"]) == 1251
-    assert "mean of 3 steps" in report.page([run])
+    assert "mean of 3 steps, the band" in report.page([run])
+    assert stride([run] * 12) == 8
+    assert "mean of 8 steps." in report.page([run] * 12)
     assert "mean of 3 steps" not in report.page([run_of(tmp_path, rows=rows[:900])])
 
 
@@ -365,18 +367,18 @@ def test_samples_are_whole_groups_even_over_the_steps(tmp_path):
     both, responses, _ = sampled([run, run])
     assert responses <= SAMPLES
     assert {group["run"] for group in both} == {0, 1}
-    assert evenly(gather(run, 0), 8)[0]["step"] == 1
+    assert evenly(gather(run), 8) == [samples[:8]]
 
 
 def test_the_middle_of_a_long_response_is_left_out_and_said(tmp_path):
     run = run_of(tmp_path, samples=[{"step": 1, "response": "a" * 9000 + "b", "reward": math.nan, "level": math.nan}])
-    (group,) = gather(run, 0)
+    (group,), _, _ = sampled([run])
     text = group["responses"][0]["text"]
     assert text.startswith("aaa")
     assert text.endswith("ab")
     assert f"{9001 - TEXT:,} characters left out" in text
     assert (group["responses"][0]["reward"], group["level"]) == (None, None)
-    embed(gather(run, 0))
+    embed(group)
 
 
 # ---- the page is one safe file ---------------------------------------------------------------------------------------

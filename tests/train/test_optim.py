@@ -94,7 +94,7 @@ def reference():
 def ours(kind):
     params, path = start(), []
     optimizer = kind(params, lr=LR, betas=BETAS, weight_decay=DECAY)
-    config = OptimConfig(lr=LR, warmup=WARMUP)
+    config = OptimConfig(lr=LR, warmup=WARMUP, schedule="constant")
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = learning_rate(config, step, STEPS) / (1 if step < DROP else 2)
         optimizer.zero_grad()
@@ -207,7 +207,7 @@ def test_frozen_parameters_are_left_out():
 
 
 def test_learning_rate():
-    config = OptimConfig(lr=2.0, warmup=4)
+    config = OptimConfig(lr=2.0, warmup=4, schedule="constant")
     assert [learning_rate(config, step, 20) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert learning_rate(config, 19, 20) == 2.0
     linear = [learning_rate(OptimConfig(lr=1.0, warmup=1, schedule="linear"), step, 11) for step in range(12)]
@@ -221,6 +221,8 @@ def test_learning_rate_with_more_warmup_than_steps():
     config = OptimConfig(lr=1.0, warmup=10, schedule="cosine")
     assert [learning_rate(config, step, 3) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
     assert learning_rate(OptimConfig(lr=1.0, warmup=0, schedule="linear"), 0, 1) == 1.0
+    assert learning_rate(OptimConfig(lr=1.0, warmup=0), 10, 11) == pytest.approx(0.1)  # auto
+    assert learning_rate(OptimConfig(name="schedule-free", lr=1.0, warmup=0), 10, 11) == 1.0
 
 
 # ---- clipping

@@ -142,7 +142,7 @@ def test_help_has_every_setting_its_text_and_its_default():
         assert leaf.flag in text
         assert leaf.doc, f"{leaf.path} has no docstring"
         assert leaf.doc.replace(" ", "")[:30] in text.replace(" ", "")
-    for shown in ("learning rate (default: 0.001)", "(default: 0.9,0.95)", "{adamw,schedule-free}", "--loss.KEY VALUE"):
+    for shown in ("learning rate (default: 0.0005)", "(default: 0.9,0.95)", "{adamw,schedule-free}", "--loss.KEY VALUE"):
         assert shown in text
 
 
@@ -268,7 +268,7 @@ def test_wrong_flags_given_to_build():
         ({"optim.minibatches": 257}, "optim.minibatches must be at most rollout.prompts × samples, 256; got 257"),
         ({"optim.name": "schedule-free", "optim.schedule": "cosine"}, "optim.schedule must be constant with schedule-"),
         ({"optim.name": "schedule-free", "optim.betas": (0, 0.9)}, "optim.betas must start above 0 with schedule-free"),
-        ({"rollout.overlong": True, "rollout.overlong_tokens": 65}, "rollout.overlong_tokens must be at most max_new"),
+        ({"rollout.overlong": True, "rollout.overlong_tokens": 81}, "rollout.overlong_tokens must be at most max_new"),
         ({"output": " "}, "output must not be empty"),
         ({"task.on_error": float("-inf")}, "task.on_error must be finite; got -inf"),
     ],
@@ -293,7 +293,7 @@ def test_yaml_is_complete_and_in_order():
     names = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     assert names == [f.name for f in fields(Config)]
     assert "  betas: [0.9, 0.95]\n" in text
-    assert "\noptim:\n  name: adamw\n  lr: 0.001\n" in text
+    assert "\noptim:\n  name: adamw\n  lr: 0.0005\n" in text
     assert text.startswith("algorithm: rpg-reinforce-urkl\nloss:\n  beta: 1.0e-05\n")
 
 
@@ -343,7 +343,7 @@ def test_differences():
     assert settings.differences(a, a) == {}
     assert settings.differences(a, b) == {
         "loss.beta": (1, None),
-        "steps": (60, 3),
+        "steps": (50, 3),
         "optim.betas": ((0.9, 0.95), (0.9, 0.99)),
         "loss.high": (None, None),
     }

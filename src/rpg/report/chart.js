@@ -40,7 +40,7 @@ const TICKS = { number: digits, share: (x) => `${trim(100 * x)} %`, seconds: clo
 function ticks(low, high, count) {
   const rough = (high - low) / Math.max(count, 1) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999) || rough;
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999) || rough;
   const found = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
   return found;

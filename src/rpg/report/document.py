@@ -39,7 +39,7 @@ def page(runs: Sequence[Run]) -> str:
         tag("div", class_="toolbar", id="toolbar", role="group", aria_label="Curves"),
         accuracy_section(runs, any(run["evals"] for run in data["runs"])),
         results_section(found, tasks) if len(runs) > 1 else "",
-        training_section(charts, stride(runs)),
+        training_section(charts, stride(runs), len(runs) == 1),
     ]
     sections = [
         tag("div", *curves, class_="curves"),
@@ -222,15 +222,13 @@ def accuracy_section(runs: Sequence[Run], evaluated: bool) -> str:
     )
 
 
-def training_section(charts: Sequence[Chart], width: int) -> str:
+def training_section(charts: Sequence[Chart], width: int, ranges: bool) -> str:
     if not charts:
         return ""
-    thinned = (
-        f" These runs are long: each point is the mean of {width} steps, the band reaches from their lowest to their "
-        "highest."
-        if width > 1
-        else ""
-    )
+    thinned = ""
+    if width > 1:
+        band = ", the band reaches from their lowest to their highest" if ranges else ""
+        thinned = f" These runs are long: each point is the mean of {width} steps{band}."
     lede = (
         "Point at a curve, or focus it and use ← and →, to read all of them at one step: the numbers as logged, not "
         "smoothed." + thinned

@@ -11,7 +11,7 @@ from .charts import TRAINING_ACCURACY, Chart
 from .runs import Row, Run, elapsed, finite
 from .scores import Group
 
-POINTS = 1000  # of a curve; beyond, neighbouring steps are averaged
+POINTS, FEWEST = 1000, 300  # of a curve; beyond, neighbouring steps are averaged. Many runs have fewer each
 SAMPLES = 600  # responses on a page
 TEXT = 4000  # characters of a prompt or response; the middle of a longer one is left out
 EVAL = re.compile(r"eval/(?P<task>.+)/(?P<metric>(mean@\d+)(_low|_high)?|pass@\d+|level\d+)")
@@ -33,11 +33,13 @@ def short(value: float | None, digits: int = 5) -> float | int | None:
 
 def stride(runs: Sequence[Run]) -> int:
     """Steps averaged into one point, the same for all runs, so that their points stand above each other."""
-    return max((-(-len(run.rows) // POINTS) for run in runs), default=1) or 1
+    points = max(FEWEST, min(POINTS, 4 * POINTS // max(len(runs), 1)))
+    longest = max((len(run.rows) for run in runs), default=0)
+    return 1 if longest <= POINTS else -(-longest // points)
 
 
-def curves(run: Run, charts: Sequence[Chart], width: int) -> Row:
-    """Columns over training steps, and the evaluations, which are never thinned."""
+def curves(run: Run, charts: Sequence[Chart], width: int, ranges: bool) -> Row:
+    """Columns over training steps, with the range of each mean if asked for, and the evaluations, never thinned."""
     names = [name for c in charts for name in (c.whole, *c.series) if name] + [TRAINING_ACCURACY]
     tokens, seconds, axes = 0.0, 0.0, []
     for row in run.rows:
@@ -58,13 +60,14 @@ def curves(run: Run, charts: Sequence[Chart], width: int) -> Row:
     highest: dict[str, list[Any]] = {}
     lost: dict[str, int] = {}
     for name in names:
-        binned = [[n for i in rows if (n := finite(run.rows[i].get(name))) is not None] for rows in bins.values()]
+        values = [finite(row.get(name)) for row in run.rows]
+        binned = [[v for i in rows if (v := values[i]) is not None] for rows in bins.values()]
         if any(binned):
             columns[name] = [short(sum(b) / len(b)) if b else None for b in binned]
-            if width > 1:
+            if width > 1 and ranges:
                 lowest[name] = [short(min(b), 3) if b else None for b in binned]
                 highest[name] = [short(max(b), 3) if b else None for b in binned]
-        bad = sum(name in row and finite(row[name]) is None for row in run.rows)
+        bad = sum(v is None and name in row for v, row in zip(values, run.rows, strict=True))
         if bad:
             lost[name] = bad
     return {"x": x, "columns": columns, "lowest": lowest, "highest": highest, "lost": lost, "evals": _evals(run, axes)}
@@ -92,9 +95,9 @@ def _evals(run: Run, axes: Sequence[tuple[float, ...]]) -> dict[str, Row]:
 # ---- sampled responses -----------------------------------------------------------------------------------------------
 
 
-def gather(run: Run, index: int) -> list[Row]:
+def gather(run: Run) -> list[list[Row]]:
     """Responses to one prompt at one step belong together."""
-    found: dict[tuple[Any, ...], Row] = {}
+    found: dict[tuple[Any, ...], list[Row]] = {}
     for sample in run.samples:
         key = (
             int(sample["step"]),
@@ -102,36 +105,13 @@ def gather(run: Run, index: int) -> list[Row]:
             str(sample.get("group", 0)),
             _text(sample, "prompt"),
         )
-        group = found.setdefault(
-            key,
-            {
-                "run": index,
-                "step": key[0],
-                "split": key[1],
-                "group": key[2],
-                "prompt": _middle(key[3]),
-                "answer": _middle(_text(sample, "answer")),
-                "level": sample.get("level") if isinstance(sample.get("level"), (int, float, str)) else None,
-                "responses": [],
-            },
-        )
-        group["responses"].append(
-            {
-                "text": _middle(_text(sample, "response")),
-                "reward": short(finite(sample.get("reward"))),
-                "advantage": short(finite(sample.get("advantage"))),
-                "length": short(finite(sample.get("length"))),
-                "finished": bool(sample.get("finished", True)),
-            }
-        )
-    for group in found.values():
-        group["level"] = short(finite(group["level"])) if not isinstance(group["level"], str) else group["level"]
-    return sorted(found.values(), key=lambda g: (g["step"], g["split"]))
+        found.setdefault(key, []).append(sample)
+    return [found[key] for key in sorted(found, key=lambda key: key[:2])]
 
 
-def evenly(found: list[Row], responses: int) -> list[Row]:
+def evenly(found: list[list[Row]], responses: int) -> list[list[Row]]:
     """Whole groups, evenly from first to last, that have about as many responses."""
-    total = sum(len(group["responses"]) for group in found)
+    total = sum(map(len, found))
     if total <= responses:
         return found
     keep = max(1, len(found) * responses // total)
@@ -139,10 +119,31 @@ def evenly(found: list[Row], responses: int) -> list[Row]:
     return [group for i, group in enumerate(found) if i in places]
 
 
+def described(group: list[Row], run: int) -> Row:
+    first, level = group[0], group[0].get("level")
+    return {
+        "run": run,
+        "step": int(first["step"]),
+        "split": str(first.get("split", "train")),
+        "group": str(first.get("group", 0)),
+        "prompt": _middle(_text(first, "prompt")),
+        "answer": _middle(_text(first, "answer")),
+        "level": level if isinstance(level, str) else short(finite(level)),
+        "responses": [
+            {
+                "text": _middle(_text(sample, "response")),
+                **{name: short(finite(sample.get(name))) for name in ("reward", "advantage", "length")},
+                "finished": bool(sample.get("finished", True)),
+            }
+            for sample in group
+        ],
+    }
+
+
 def sampled(runs: Sequence[Run]) -> tuple[list[Row], int, int]:
     """Groups to show, how many responses these are, and how many there were."""
     share = SAMPLES // max(1, sum(bool(run.samples) for run in runs))
-    shown = [group for index, run in enumerate(runs) for group in evenly(gather(run, index), share)]
+    shown = [described(group, index) for index, run in enumerate(runs) for group in evenly(gather(run), share)]
     return shown, sum(len(group["responses"]) for group in shown), sum(len(run.samples) for run in runs)
 
 
@@ -166,7 +167,7 @@ def payload(
     return {
         "stride": width,
         "runs": [
-            {"name": label, "seed": str(run.fact("seed", "–")), **curves(run, charts, width)}
+            {"name": label, "seed": str(run.fact("seed", "–")), **curves(run, charts, width, len(runs) == 1)}
             for run, label in zip(runs, labels, strict=True)
         ],
         "groups": [{"label": group.label, "runs": [place[id(run)] for run in group.runs]} for group in groups],

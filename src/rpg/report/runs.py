@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ class Run:
     samples: list[Row] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
     """what could not be read"""
+
+    @cached_property
+    def evaluations(self) -> list[Row]:
+        """Rows of steps at which an evaluation ran."""
+        return [row for row in self.rows if any(name.startswith("eval/") for name in row)]
 
     def fact(self, name: str, default: Any = None) -> Any:
         """From the summary, or else the config."""

@@ -35,7 +35,7 @@ class Score:
 def scores(run: Run) -> dict[str, Score]:
     """By task. From the rows, the evaluation before training included; from the summary where rows have none."""
     points: dict[str, list[tuple[int, str, float, Row]]] = {}
-    for row in run.rows:
+    for row in run.evaluations:
         for name, value in row.items():
             match, number = METRIC.fullmatch(name), finite(value)
             if match and number is not None:

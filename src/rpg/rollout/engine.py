@@ -32,6 +32,10 @@ class Sampling:
         return self.top_p == 1 and self.top_k == 0 and self.temperature > 0
 
 
+class NotFinite(ValueError):
+    """The model gives no probabilities to sample from; its text is one line."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A sampled response: its tokens (the end token among them) and the log-probability each was drawn with."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import Rollout, Sampling
+from .engine import NotFinite, Rollout, Sampling
 from .sampling import sample, uniforms
 
 ATTENTION = "rpg-slots"
@@ -22,35 +22,67 @@ ATTENTION = "rpg-slots"
 class SlotCache:
     """Keys and values of up to ``slots`` sequences, each from position 0. Rows 0 … live−1 are in use.
 
-    It stands in for transformers' Cache: attention layers call ``update`` and attend over what it returns.
+    It stands in for transformers' Cache: attention layers call ``update`` and attend over what it returns. There is room
+    for what was written so far and some more; ``capacity`` is how long a sequence can become.
     """
 
     is_compileable = False
 
     def __init__(self, slots: int, capacity: int):
         self.slots, self.capacity = slots, capacity
-        self.keys: list[Tensor] = []  # a layer: [slots, heads, capacity, width]
+        self.keys: list[Tensor] = []  # a layer: [slots, heads, room, width]
         self.values: list[Tensor] = []
         self.read: list[tuple[Tensor, Tensor]] | None = None  # keys and values of the prompts being read, a layer each
         self.position_A = torch.empty(0, dtype=torch.long)  # where each live row writes next
         self.longest = 0
+        self.row_A = self.position_A  # 0 … live−1
+        self._visible: dict[int | None, Tensor] = {}
+
+    def advance(self, more: bool) -> None:
+        """Before one more token of every live row is read; ``more``: other rows are still to come."""
+        live = len(self.position_A)
+        self.longest = int(self.position_A.max()) + 1
+        self.row_A = torch.arange(live, device=self.position_A.device)
+        self._visible.clear()
+        self._grow(self.longest, live, self.slots if more else live)
+
+    def _grow(self, length: int, live: int, rows: int) -> None:
+        """Make room for sequences of this length in ``rows`` rows, where there is not enough."""
+        if self.keys and length > self.keys[0].shape[2]:
+            for stores in (self.keys, self.values):
+                for layer, store in enumerate(stores):
+                    stores[layer] = store.new_zeros(rows, store.shape[1], self._room(length), store.shape[3])
+                    stores[layer][:live, :, : store.shape[2]] = store[:live]
+
+    def _room(self, length: int) -> int:
+        return min(self.capacity, length + max(16, length // 2))
+
+    def visible(self, window: int | None) -> Tensor:
+        """[live, 1, 1, longest]: what each row's newest token attends to, all of its own row or the end of it."""
+        if window not in self._visible:
+            place, position = torch.arange(self.longest, device=self.position_A.device), self.position_A[:, None]
+            seen = place <= position if window is None else (place <= position) & (place > position - window)
+            self._visible[window] = seen[:, None, None, :]
+        return self._visible[window]
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self.read is not None:
             self.read.append((key, value))
             return key, value
         live, end = len(self.position_A), self.longest
-        at = torch.arange(live, device=key.device), slice(None), self.position_A
+        at = self.row_A, slice(None), self.position_A
         self.keys[layer][at] = key[:, :, 0]
         self.values[layer][at] = value[:, :, 0]
         return self.keys[layer][:live, :, :end], self.values[layer][:live, :, :end]
 
     def admit(self, row: int, which_M: Tensor) -> None:
         """The prompts that were read move in from ``row`` on; which_M says which prompt each row gets."""
-        assert self.read is not None
+        if not self.read:
+            raise NotImplementedError("it keeps no keys and values in its cache")
+        self._grow(self.read[0][0].shape[2], row, self.slots)
         for layer, (key, value) in enumerate(self.read):
             if layer == len(self.keys):
-                shape = self.slots, key.shape[1], self.capacity
+                shape = self.slots, key.shape[1], self._room(key.shape[2])
                 self.keys.append(key.new_zeros(*shape, key.shape[3]))
                 self.values.append(value.new_zeros(*shape, value.shape[3]))
             self.keys[layer][row : row + len(which_M), :, : key.shape[2]] = key[which_M]
@@ -85,16 +117,14 @@ def slot_attention(
     """Attention over slots: while prompts are read plain causal attention, then each row over its own length."""
     for name in ("softcap", "s_aux"):
         if rest.get(name) is not None:
-            raise NotImplementedError(f"the native engine does not know this architecture's attention option {name!r}")
+            raise NotImplementedError(f"its attention has the option {name!r}, which is not known here")
     cache = _attending[-1]
     reading = cache.read is not None
     mask: Tensor | None = None
     if not reading:
-        place = torch.arange(key.shape[2], device=key.device)
-        visible = place <= cache.position_A[:, None]
-        if sliding_window is not None:
-            visible = visible & (place > cache.position_A[:, None] - sliding_window)
-        mask = visible[:, None, None, :]
+        mask = cache.visible(sliding_window)
+        if query.device.type == "cpu":
+            return _attend_plainly(query, key, value, mask, scaling), None
     elif sliding_window is not None and key.shape[2] > sliding_window:
         gap = torch.arange(key.shape[2], device=key.device)
         gap = gap[:, None] - gap[None, :]
@@ -109,6 +139,14 @@ def slot_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2), None
+
+
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """One token a row, where two products beat the fused kernel; heads that share keys are the rows of a product."""
+    rows, heads, _, width = query.shape
+    query = query.reshape(rows, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
+    weight = (query @ key.transpose(2, 3)).masked_fill_(~mask, -torch.inf).softmax(-1)
+    return (weight @ value).reshape(rows, 1, heads, value.shape[3])
 
 
 @contextmanager
@@ -141,8 +179,36 @@ class NativeEngine:
         if not flat:
             raise ValueError("the model has no end token: neither its tokenizer nor its generation config names one")
         self.end_ids = sorted(set(flat))
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """A few tokens against the model's plain forward pass: an architecture that does not fit is refused."""
+        name, config = type(self.model).__name__, self.model.config.get_text_config()
+        known = self.model.get_input_embeddings().weight.shape[0]
+        prompts = [[i % known for i in range(1, 7)], [3 % known]]
+        tolerance = 0.02 if next(self.model.parameters()).dtype in (torch.float32, torch.float64) else 0.5
+        training = self.model.training
+        self.model.eval()
+        try:
+            if getattr(config, "attention_chunk_size", None) is not None:
+                raise NotImplementedError("attention in chunks")
+            found = self._generate(prompts, 2, Sampling(3), 0, slots=3, end_ids=[])
+            worst = max(self._error(prompt, r) for prompt, rs in zip(prompts, found, strict=True) for r in rs)
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ValueError(f"the native engine cannot run {name}: {reason}") from error
+        finally:
+            self.model.train(training)
+        if not worst <= tolerance:
+            raise ValueError(f"the native engine cannot run {name}: its log-probabilities are wrong by {worst:.2g}")
 
     @torch.inference_mode()
+    def _error(self, prompt: Sequence[int], rollout: Rollout) -> float:
+        ids = torch.tensor([[*prompt, *rollout.tokens]], device=self.model.device)
+        logp_TV = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logp_T = logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        return float((logp_T - torch.tensor(rollout.logp, device=logp_T.device)).abs().max())
+
     def generate(
         self,
         prompt_ids: Sequence[Sequence[int]],
@@ -161,7 +227,20 @@ class NativeEngine:
             return [[] for _ in prompt_ids]
         if any(not prompt for prompt in prompt_ids):
             raise ValueError("a prompt is empty: it needs at least one token")
-        batch = _Batch(self.model, self.end_ids, prompt_ids, n, how, seed, min(self.slots, n * len(prompt_ids)))
+        return self._generate(prompt_ids, n, how, seed, self.slots, self.end_ids, progress)
+
+    @torch.inference_mode()
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        how: Sampling,
+        seed: int,
+        slots: int,
+        end_ids: Sequence[int],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[list[Rollout]]:
+        batch = _Batch(self.model, end_ids, prompts, n, how, seed, min(slots, n * len(prompts)))
         with attending(self.model, batch.cache):
             while batch.unfinished:
                 batch.refill()
@@ -237,18 +316,20 @@ class _Batch:
         return self._forward(ids, position, last)
 
     def _forward(self, ids: Tensor, position: Tensor, last: Tensor | None = None) -> Tensor:
-        hidden = self.model.base_model(
-            input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True
-        ).last_hidden_state
-        at = hidden[:, -1] if last is None else hidden[torch.arange(len(ids), device=self.device), last]
-        logits: Tensor = self.model.get_output_embeddings()(at)
-        return logits
+        """Logits [B,V] after each row's last token: the whole model's, which may scale or cap those of its head."""
+        last = self._tensor([0]).repeat(len(ids)) if last is None else last
+        kept, at = last.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        logits: Tensor = self.model(
+            input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True, logits_to_keep=kept
+        ).logits
+        at = at if logits.shape[1] == len(kept) else last  # a model that does not know logits_to_keep gives them all
+        return logits[torch.arange(len(ids), device=self.device), at]
 
     def step(self) -> None:
         """One more token for every live row."""
         if len(self.request_A):
             ids = self.tokens[self.request_A, self.length[self.request_A] - 1]
-            self.cache.longest = int(self.cache.position_A.max()) + 1
+            self.cache.advance(more=self.next < len(self.prompts) * self.n)
             logits = self._forward(ids[:, None], self.cache.position_A[:, None])
             self.cache.position_A = self.cache.position_A + 1
             self._draw(logits, slice(None))
@@ -282,6 +363,8 @@ class _Batch:
 
     def rollouts(self) -> list[list[Rollout]]:
         lengths, ended = self.length.tolist(), self.ended.tolist()
+        if not bool(self.logp.isfinite().all()):
+            raise NotFinite("the model's logits are not finite: its weights, or a number on the way, overflowed")
         tokens, logp = self.tokens.tolist(), self.logp.tolist()
         flat = [Rollout(tokens[r][:t], logp[r][:t], ended[r]) for r, t in enumerate(lengths)]
         return [flat[i : i + self.n] for i in range(0, len(flat), self.n)]

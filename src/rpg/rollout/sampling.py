@@ -39,4 +39,5 @@ def sample(
     cumulative_BV = logp_BV.double().exp_().cumsum(-1)
     threshold_B1 = (uniform_B.double() * cumulative_BV[:, -1]).unsqueeze(-1)
     token_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True)
+    token_B1 = token_B1.clamp_(max=logp_BV.shape[-1] - 1)  # past the end only where logits are NaN; so is logp then
     return token_B1.squeeze(-1), logp_BV.gather(-1, token_B1).squeeze(-1)

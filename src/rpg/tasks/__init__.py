@@ -9,11 +9,11 @@ from ..names import choose
 from .builtin import BUILTIN
 from .files import load_file, split
 from .importing import load_function
-from .scoring import Scorer, Scores
+from .scoring import RewardError, Scorer, Scores
 from .task import ENDLESS, Problem, Reward, Task
 from .verify import verify
 
-__all__ = ["ENDLESS", "Problem", "Reward", "Scorer", "Scores", "Task", "load_task", "verify"]
+__all__ = ["ENDLESS", "Problem", "Reward", "RewardError", "Scorer", "Scores", "Task", "load_task", "verify"]
 
 FILES = (".jsonl", ".json")
 

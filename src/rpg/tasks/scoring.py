@@ -49,6 +49,10 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 inside_worker = False
 
 
+class RewardError(ValueError, RuntimeError):
+    """The reward function cannot be had at all; its text is one line."""
+
+
 @dataclass(frozen=True)
 class Scores:
     values: list[float]
@@ -185,13 +189,13 @@ class Scorer:
         if kind in (DIED, TIMED_OUT, SPENT, BROKEN):
             cause = self._drop(worker)
             if kind == BROKEN:
-                raise ValueError(message)
+                raise RewardError(message)
             if kind == DIED:
                 message = f"worker died: {cause}"
             if starting:
                 self._stillborn += 1
                 if self._stillborn >= STILLBORN:
-                    raise RuntimeError(f"{STILLBORN} reward workers in a row died before they were ready: {cause}")
+                    raise RewardError(f"{STILLBORN} reward workers in a row died before they were ready: {cause}")
         elif kind == READY:
             worker.starting, self._stillborn = False, 0
         if item is not None:

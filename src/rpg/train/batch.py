@@ -11,6 +11,9 @@ from torch import Tensor
 from ..advantages import Advantage
 from .experience import Group
 
+CPU_MICRO_TOKENS = 1024  # activations stay in the cache: a third of the time that 16384 take with the built-in model
+GPU_MICRO_TOKENS = 16384
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -78,8 +81,10 @@ def with_advantages(batch: Batch, advantage: Advantage, greedy: Sequence[float] 
     return replace(batch, advantage=values)
 
 
-def micro_batches(batch: Batch, tokens: int) -> Iterator[Tensor]:
+def micro_batches(batch: Batch, tokens: int | None) -> Iterator[Tensor]:
     """Indices of rows of similar length, each part at most ``tokens`` long with its padding (or a single row)."""
+    if tokens is None:
+        tokens = CPU_MICRO_TOKENS if batch.ids_BL.device.type == "cpu" else GPU_MICRO_TOKENS
     order = batch.lengths_B.argsort(stable=True)
     lengths = batch.lengths_B[order].tolist()
     begin = 0

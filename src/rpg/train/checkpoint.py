@@ -156,10 +156,12 @@ def verify(folder: Path) -> str | None:
     return None
 
 
-def prune(root: Path, keep: int, best: int | None = None) -> None:
-    """Delete all but the newest ``keep`` and the best."""
+def prune(root: Path, keep: int, best: int | None = None, newest: int | None = None) -> None:
+    """Delete all but the newest ``keep`` and the best. Those beyond step ``newest`` were damaged, or the run would have
+    gone on from them: they go first."""
     checkpoints = found(root)
-    kept = {*list(checkpoints)[max(len(checkpoints) - keep, 0) :], best}
+    steps = [step for step in checkpoints if newest is None or step <= newest]
+    kept = {*steps[max(len(steps) - keep, 0) :], best}
     doomed = [path for step, path in checkpoints.items() if step not in kept]
     if doomed:
         try:

@@ -60,24 +60,25 @@ class RolloutConfig:
 class OptimConfig:
     name: Literal["adamw", "schedule-free"] = "adamw"
     """optimiser"""
-    lr: float = 1e-3
+    lr: float = 5e-4
     """learning rate"""
     warmup: int = 5
     """optimiser steps over which the learning rate rises from 0"""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """after warm-up; linear and cosine fall to a tenth at the last step"""
+    schedule: Literal["auto", "constant", "linear", "cosine"] = "auto"
+    """after warm-up; linear and cosine fall to a tenth at the last step; auto: linear, constant with schedule-free"""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's; schedule-free takes the first as its interpolation"""
     weight_decay: float = 0.0
     """decoupled"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm"""
-    minibatches: int = 2
+    minibatches: int = 4
     """optimiser steps over one batch of rollouts"""
     epochs: int = 1
     """times each rollout is used"""
-    micro_tokens: int = 16384
-    """tokens (padding included) in one forward and backward pass; changes memory, not the gradient"""
+    micro_tokens: int | None = None
+    """tokens (padding included) in one forward and backward pass; changes memory and speed, not the gradient; None:
+    1024 on a CPU, where activations then stay in its cache, 16384 on a GPU"""
     max_bad_steps: int = 3
     """optimiser steps in a row with a loss or gradient that is not finite, after which the run stops"""
 
@@ -149,7 +150,7 @@ class Config:
     """auto: float32"""
     device: str = "auto"
     """auto: cuda if there is one, else cpu"""
-    steps: int = 60
+    steps: int = 50
     """batches of rollouts"""
     seed: int = 0
     """decides the prompts and every sampled token"""
@@ -188,7 +189,7 @@ def check(config: Config) -> None:
         "optim.weight_decay": (optim.weight_decay, 0),
         "optim.minibatches": (optim.minibatches, 1),
         "optim.epochs": (optim.epochs, 1),
-        "optim.micro_tokens": (optim.micro_tokens, 1),
+        "optim.micro_tokens": (1 if optim.micro_tokens is None else optim.micro_tokens, 1),
         "optim.max_bad_steps": (optim.max_bad_steps, 1),
         "reference.every": (reference.every, 1),
         "eval.every": (evaluation.every, 0),
@@ -236,7 +237,7 @@ def check(config: Config) -> None:
         raise ValueError(
             f"rollout.overlong_tokens must be at most max_new_tokens, {most}; got {rollout.overlong_tokens}"
         )
-    if optim.name == "schedule-free" and optim.schedule != "constant":
+    if optim.name == "schedule-free" and optim.schedule not in ("auto", "constant"):
         raise ValueError(
             f"optim.schedule must be constant with schedule-free, which averages instead; got {optim.schedule}"
         )

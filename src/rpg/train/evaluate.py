@@ -53,6 +53,7 @@ class Evaluation:
     length: float
     truncated: float
     failures: dict[str, int]
+    messages: list[str]  # of those failures, one line each
     samples: list[dict[str, Any]]  # rows of samples.jsonl
 
     def metrics(self) -> dict[str, float]:
@@ -108,6 +109,7 @@ def evaluate(
         length=sum(len(r.tokens) for _, r in flat) / total,
         truncated=sum(not r.finished for _, r in flat) / total,
         failures=scores.failures,
+        messages=scores.messages,
         samples=[
             {
                 "split": "eval",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import perf_counter
@@ -115,6 +115,11 @@ class Collector:
         sampling = config.rollout
         self.dynamic = algorithm.dynamic_sampling if sampling.dynamic is None else sampling.dynamic
         self.overlong = algorithm.overlong_penalty if sampling.overlong is None else sampling.overlong
+        if self.overlong and not 0 < sampling.overlong_tokens < sampling.max_new_tokens:
+            raise ValueError(
+                f"rollout.overlong_tokens must be below max_new_tokens, {sampling.max_new_tokens}; "
+                f"got {sampling.overlong_tokens} (--rollout.overlong false: no penalty)"
+            )
         self.greedy = algorithm.advantage.kind == "greedy-baseline"
         self.cursor = Cursor()
         self._shuffled = lru_cache(maxsize=1)(self._shuffle)
@@ -142,9 +147,13 @@ class Collector:
             messages += found.messages
         informative = sum(group.informative for group in sampled) / len(sampled)
         self.cursor.keep_rate = 0.7 * self.cursor.keep_rate + 0.3 * informative
+        self.count(failures)
+        return Experience(kept[: sampling.prompts], sampled, rounds, failures, messages, seconds)
+
+    def count(self, failures: Mapping[str, int]) -> None:
+        """Of the whole run, evaluations included."""
         for name, number in failures.items():
             self.cursor.failures[name] = self.cursor.failures.get(name, 0) + number
-        return Experience(kept[: sampling.prompts], sampled, rounds, failures, messages, seconds)
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class MetricsFile:
 
 
 def write_summary(folder: str | Path, summary: Row) -> None:
-    _replace(Path(folder) / "summary.json", json.dumps(_finite(summary), indent=1, ensure_ascii=False) + "\n")
+    write_whole(Path(folder) / "summary.json", json.dumps(_finite(summary), indent=1, ensure_ascii=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -167,7 +167,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """The old content or the new, never a part of it."""
     new = path.with_name(path.name + ".new")
     try:
@@ -237,7 +237,7 @@ class RunLogs:
                 ids = dict(json.loads(path.read_text(encoding="utf-8")))
         if missing := [name for name in names if name not in ids]:
             ids.update((name, uuid.uuid4().hex[:8]) for name in missing)
-            _replace(path, json.dumps(ids, indent=1) + "\n")
+            write_whole(path, json.dumps(ids, indent=1) + "\n")
         return ids
 
     def metrics(self, row: Row) -> None:

@@ -6,33 +6,36 @@ else that a step depends on is in the checkpoint: a run that was killed and resu
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import platform
 import resource
+import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from .. import __version__
 from ..algorithms import Algorithm, algorithm
 from ..policy import Policy
-from ..rollout import NativeEngine, Sampling
-from ..tasks import ENDLESS, Problem, Scorer, Task, load_task
+from ..rollout import NativeEngine, NotFinite, Sampling
+from ..tasks import ENDLESS, Problem, RewardError, Scorer, Task, load_task
 from . import checkpoint
 from .batch import make_batch, with_advantages
 from .config import Config
 from .evaluate import Evaluation, evaluate
 from .experience import Collector, Cursor, Experience, PromptTooLong, encode_prompt
-from .logs import LogError, RunLogs, write_summary
+from .logs import RunLogs, write_summary, write_whole
 from .optim import averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
 from .reference import Reference, batch_logp, rule_of
 from .settings import flat, to_yaml
@@ -40,6 +43,14 @@ from .update import Updater, prepared
 from .view import View, make_view
 
 MAX_STARVED = 5  # steps in a row without a group to learn from, after which the run ends
+EXPECTED = (
+    checkpoint.CheckpointError,
+    RewardError,
+    PromptTooLong,
+    NotFinite,
+    OSError,
+    SafetensorError,
+)  # one line each
 FREE = ("steps", "output", "device", "log.", "eval.", "checkpoint.")  # what may differ when a run is resumed
 
 
@@ -82,7 +93,7 @@ def _set_up(config: Config, folder: Path, view: View, resume: bool) -> tuple[Tra
         view.message(f"resumed from step {found.step} ({found.folder})")
     elif resume:
         warn(f"{folder} has no checkpoint: starting from the beginning")
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    write_whole(folder / "config.yaml", to_yaml(config))
     logs = RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn)
     if resume:
         view.history(read_rows(folder / "metrics.jsonl"))
@@ -133,7 +144,11 @@ def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> No
 
 def resolve(config: Config) -> Algorithm:
     """The preset with the run's options; Dr.GRPO's constant is the run's own longest response unless it is given."""
-    chosen = algorithm(config.algorithm, **config.loss)
+    try:
+        chosen = algorithm(config.algorithm, **config.loss)
+    except TypeError as error:  # a value of another type than the option's
+        given = ", ".join(f"loss.{key}={value!r}" for key, value in config.loss.items())
+        raise ValueError(f"{config.algorithm} cannot have {given}: {error}") from error
     if chosen.loss.reduction == "constant" and "constant" not in config.loss:
         chosen = algorithm(config.algorithm, **config.loss, constant=float(config.rollout.max_new_tokens))
     return chosen
@@ -178,6 +193,8 @@ class Trainer:
         self.seconds_before = 0.0  # of this run, before it was resumed
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.begin = time.perf_counter()
+        self.saved = 0  # step of the newest checkpoint
+        self.now = "the first evaluation"  # what a signal waits for
         self.stopped_by: str | None = None
 
     def __enter__(self) -> Trainer:
@@ -199,48 +216,53 @@ class Trainer:
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, logs: RunLogs) -> dict[str, Any]:
-        status, message = "failed", ""
         try:
             with self._stoppable():
-                if self.done == 0:
-                    self._begin(logs)
-                while self.done < self.config.steps and self.stopped_by is None:
-                    self.step(self.done + 1, logs)
-                    if self.starved >= MAX_STARVED:
-                        message = self._starvation()
-                        self.view.message(message, "warning")
-                        break
-            status = "finished" if self.stopped_by is None else "stopped"
-            if self.stopped_by is not None:
-                message = (
-                    f"stopped by {self.stopped_by} after step {self.done}; "
-                    f"go on with: rpg train --resume --output {self.config.output}"
-                )
-        except (checkpoint.CheckpointError, LogError, PromptTooLong) as error:
-            message = str(error)
-            raise Failed(message) from error
-        except Failed as error:
-            message = str(error)
-            raise
+                self._loop(logs)
+            summary = self.summary(*self._outcome())
+            write_summary(self.folder, summary)
         except BaseException as error:
-            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            at_once = isinstance(error, KeyboardInterrupt)
+            message = f"stopped at once; {self._resuming}" if at_once else _text(error)
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                write_summary(self.folder, self.summary("stopped" if at_once else "failed", message))
+            if isinstance(error, EXPECTED):
+                raise Failed(message) from error
+            if at_once:
+                self.view.message(message, "warning")
             raise
-        finally:
-            summary = self.summary(status, message)
-            try:
-                write_summary(self.folder, summary)
-            except OSError:
-                if status != "failed":
-                    raise
         if self.config.log.report:
             self._report()
-        if message:
-            self.view.message(message)
+        if summary["message"]:
+            self.view.message(summary["message"], "warning")
         return summary
+
+    def _loop(self, logs: RunLogs) -> None:
+        if self.done == 0:
+            self._begin(logs)
+        while self.done < self.config.steps and self.stopped_by is None:
+            self.step(self.done + 1, logs)
+            if self.starved >= MAX_STARVED:
+                break
+        if self.stopped_by is not None and self.done > self.saved:  # the signal came while the step was being saved
+            self.save(logs)
+
+    def _outcome(self) -> tuple[str, str]:
+        """The run's status, and what there is to say about it."""
+        if self.starved >= MAX_STARVED:
+            return "finished", self._starvation()
+        if self.stopped_by is not None and self.done < self.config.steps:
+            return "stopped", f"stopped by {self.stopped_by} after step {self.done}; {self._resuming}"
+        return "finished", ""
+
+    @property
+    def _resuming(self) -> str:
+        return f"go on with: rpg train --resume --output {shlex.quote(self.config.output)}"
 
     def step(self, step: int, logs: RunLogs) -> None:
         """One batch of rollouts, trained on; its row of metrics; an evaluation and a checkpoint where they are due."""
         begin = time.perf_counter()
+        self.now = f"step {step}"
         experience = self.collector.collect(step)
         for text in experience.messages:
             self.view.message(f"reward function: {text}", "warning")
@@ -263,9 +285,9 @@ class Trainer:
         row |= {"tokens_total": self.tokens_total}
         self._write_samples(logs, step, experience, advantages)
 
-        last = step == self.config.steps or self.stopped_by is not None or self._hopeless
+        last = step == self.config.steps or self.starved >= MAX_STARVED
         due = self.config.eval.every and step % self.config.eval.every == 0
-        if self.problems and (due or last):
+        if (due or last) and not self._hopeless:
             start = time.perf_counter()
             row |= self._evaluate(step, logs)
             seconds["eval"] = time.perf_counter() - start
@@ -275,14 +297,14 @@ class Trainer:
         row = {"step": step, **row}
         logs.metrics(row)
         self.view.step(row)
-        every = self.config.checkpoint.every
-        if (every and step % every == 0) or last:
-            self.save(logs)
-        if self._hopeless:
+        if self._hopeless:  # nothing is saved: the last checkpoint is from before the trouble
             raise Failed(
                 f"{self.updater.bad_steps} optimiser steps in a row had a loss or gradient that is not finite. "
                 f"Their batches are in {self.folder / 'bad'}; lower optim.lr, or look at the rewards"
             )
+        every = self.config.checkpoint.every
+        if (every and step % every == 0) or last or self.stopped_by is not None:
+            self.save(logs)
 
     @property
     def _hopeless(self) -> bool:
@@ -321,6 +343,9 @@ class Trainer:
                 self.policy, self.engine, self.scorer, self.task.name, self.problems, self.config, watch=self.view.stage
             )
         logs.samples(step, found.samples)
+        self.collector.count(found.failures)
+        for text in found.messages:
+            self.view.message(f"reward function: {text}", "warning")
         self.evals.append({"step": step, "mean": found.mean.mean, "low": found.mean.low, "high": found.mean.high})
         return found.metrics()
 
@@ -364,7 +389,6 @@ class Trainer:
     # ---- checkpoints, summary, report --------------------------------------------------------------------------------
 
     def save(self, logs: RunLogs) -> None:
-        start = time.perf_counter()
         self.view.stage("saving")
         tensors = {"optimizer": optimizer_tensors(self.optimizer, self.policy.parameters())}
         tensors["parameters"] = {name: p.detach() for name, p in self.policy.parameters()}
@@ -385,21 +409,21 @@ class Trainer:
         }
         logs.sync()
         root = self.folder / "checkpoints"
-        with averaged_weights(self.optimizer):
-            checkpoint.save(root, self.done, self.policy.save, tensors, state)
+        checkpoint.save(root, self.done, self._write_model, tensors, state)
         keep = self.config.checkpoint
-        checkpoint.prune(root, keep.keep, self._best_step() if keep.best else None)
+        checkpoint.prune(root, keep.keep, self._best_step() if keep.best else None, newest=self.done)
         write_summary(self.folder, self.summary("running", ""))
-        self.saving_seconds = time.perf_counter() - start
+        self.saved = self.done
+
+    def _write_model(self, folder: Path) -> None:
+        with averaged_weights(self.optimizer):  # the parameters themselves, to go on from, are saved beside it
+            self.policy.save(folder)
 
     def load(self, found: checkpoint.Checkpoint) -> None:
         state = found.state
-        now = flat(self.config)
-        changed = {
-            key
-            for key, value in state["config"].items()
-            if not key.startswith(FREE) and json_like(now.get(key)) != value
-        }
+        then, now = state["config"], json_like(flat(self.config))
+        keys = {key for key in (*then, *now) if not key.startswith(FREE)}
+        changed = {key for key in keys if then.get(key) != now.get(key)}
         if changed:
             raise ValueError(
                 f"cannot resume {self.folder} with other settings than its checkpoint's: {', '.join(sorted(changed))}"
@@ -419,6 +443,7 @@ class Trainer:
         self.reference.load(state["reference"], tensors)
         self.collector.cursor = Cursor(**state["cursor"])
         self.updater.bad_steps, self.starved = state["bad_steps"], state["starved"]
+        self.saved = found.step
         self.done, self.tokens_total, self.evals = state["step"], state["tokens_total"], state["evals"]
         self.started, self.seconds_before = state["started"], state["seconds"]
 
@@ -476,11 +501,14 @@ class Trainer:
     def _report(self) -> None:
         from ..report import read_run, write
 
-        write([read_run(self.folder)], self.folder / "report.html")
+        try:
+            write([read_run(self.folder)], self.folder / "report.html")
+        except OSError as error:  # the run itself is whole
+            self.view.message(f"no report.html: {_text(error)}", "warning")
 
     # ---- signals -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:
         """SIGINT and SIGTERM end the run after the present step; a second one ends it at once."""
 
@@ -488,9 +516,9 @@ class Trainer:
             if self.stopped_by is not None:
                 raise KeyboardInterrupt
             self.stopped_by = signal.Signals(number).name
-            self.view.message(
-                f"{self.stopped_by}: finishing step {self.done + 1}, then saving (again: stop at once)", "warning"
-            )
+            text = f"{self.stopped_by}: finishing {self.now}, then saving (again: stop at once)"
+            # from a thread: the main one may be in the middle of a print, which would lose this one
+            threading.Thread(target=self.view.message, args=(text, "warning"), daemon=True).start()
 
         before = {}
         try:
@@ -503,6 +531,12 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _text(error: BaseException) -> str:
+    """In one line; of an error that nobody expects, with its name."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (Failed, *EXPECTED)) and text else f"{type(error).__name__}: {text}"
 
 
 def json_like(value: Any) -> Any:

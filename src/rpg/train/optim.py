@@ -43,7 +43,10 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     start = max(config.warmup - 1, 0)  # the first step at the full rate
     progress = min((step - start) / max(total - 1 - start, 1), 1.0)
     falling = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return config.lr * (FLOOR + (1 - FLOOR) * falling[config.schedule])
+    schedule = config.schedule
+    if schedule == "auto":
+        schedule = "constant" if config.name == "schedule-free" else "linear"
+    return config.lr * (FLOOR + (1 - FLOOR) * falling[schedule])
 
 
 def clip_gradients(params: Iterable[Parameter], max_norm: float) -> float:

@@ -38,7 +38,7 @@ class Reference:
             self.policy = Policy(model, policy.tokenizer, policy.temperature)
 
     @torch.no_grad()
-    def logp(self, batch: Batch, micro_tokens: int) -> Tensor | None:
+    def logp(self, batch: Batch, micro_tokens: int | None) -> Tensor | None:
         """[B,T], or None where the reference is the sampling policy."""
         return None if self.policy is None else batch_logp(self.policy, batch, micro_tokens)
 
@@ -64,10 +64,8 @@ class Reference:
 
     def _blend(self, policy: Policy, share: float) -> None:
         assert self.policy is not None
-        own, new = self.policy.model.state_dict(), policy.model.state_dict()
-        for name, value in own.items():
-            if value.is_floating_point():
-                value.lerp_(new[name].to(value.dtype), share) if share < 1 else value.copy_(new[name])
+        for own, new in zip(_floating(self.policy.model), _floating(policy.model), strict=True):
+            own.lerp_(new.to(own.dtype), share) if share < 1 else own.copy_(new)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -83,8 +81,13 @@ class Reference:
             self.policy.model.load_state_dict(dict(tensors))
 
 
+def _floating(model: torch.nn.Module) -> list[Tensor]:
+    """Parameters and buffers, tied ones once."""
+    return [x.detach() for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
+
+
 @torch.no_grad()
-def batch_logp(policy: Policy, batch: Batch, micro_tokens: int) -> Tensor:
+def batch_logp(policy: Policy, batch: Batch, micro_tokens: int | None) -> Tensor:
     """Log-probabilities of a batch's responses under a policy, [B,T]."""
     out_BT = torch.zeros_like(batch.old_logp_BT)
     for index in micro_batches(batch, micro_tokens):

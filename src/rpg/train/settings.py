@@ -386,6 +386,10 @@ class _Dumper(yaml.SafeDumper):
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{FLOAT.pattern})$"), list("-+0123456789."))
+_BREAKS = re.compile("[\x85\u2028\u2029]")  # line breaks to YAML, but not to Python: only "quotes" keep them
+_Dumper.add_representer(
+    str, lambda d, x: d.represent_scalar("tag:yaml.org,2002:str", x, style='"' if _BREAKS.search(x) else None)
+)
 _Dumper.add_representer(tuple, lambda d, x: d.represent_sequence("tag:yaml.org,2002:seq", x, flow_style=True))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..algorithms import Algorithm
 from ..clipping import Adaptive, curvature_keep
 from ..losses import LossOutput, PolicyLoss
-from ..objective import k3
+from ..objective import at_level, k3
 from ..policy import Policy, Scored
 from .batch import Batch, micro_batches
 from .config import Config
@@ -37,10 +37,12 @@ class Means:
         names = [name for name in metrics if name not in NO_MEAN]
         tokens, *values = torch.stack([metrics["tokens"], *(metrics[name].float() for name in names)]).tolist()
         for name, value in zip(names, values, strict=True):
+            if not math.isfinite(value):
+                continue
             if name in LARGEST:
                 self.sums[name] = max(self.sums.get(name, -math.inf), value)
                 self.weights[name] = 1.0
-            elif math.isfinite(value):
+            else:
                 self.sums[name] = self.sums.get(name, 0.0) + value * tokens
                 self.weights[name] = self.weights.get(name, 0.0) + tokens
 
@@ -61,6 +63,8 @@ class Updater:
         watch: Callable[[str], None] = lambda text: None,
     ):
         self.config, self.algorithm, self.policy, self.optimizer = config, algorithm, policy, optimizer
+        if algorithm.curvature_gate and not policy.linear:
+            raise ValueError(f"{algorithm.name} needs a model with a plain linear head, without bias, scale or cap")
         self.folder, self.watch = folder, watch
         self.bad_steps = 0
         self.messages: list[str] = []
@@ -122,7 +126,8 @@ class Updater:
                 largest = max(largest, float(log_rho.abs().max()))
                 drift += float(k3(log_rho.clamp(-20, 20)).sum())
                 tokens += len(log_rho)
-        seen = {"mismatch/max_log_ratio": largest, "mismatch/kl": drift / tokens} if tokens else {}
+        known = tokens and math.isfinite(drift)
+        seen = {"mismatch/max_log_ratio": largest, "mismatch/kl": drift / tokens} if known else {}
         return loss, seen
 
     def _loss(self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float) -> LossOutput:
@@ -149,7 +154,8 @@ class Updater:
         ratios = []
         for part in parts:
             logp = self.policy.score(part.ids_BL, part.start_B, part.mask_BT).logp_BT
-            ratios.append((logp - part.old_logp_BT)[part.mask_BT])
+            log_w = at_level(logp - part.old_logp_BT, part.mask_BT, rule.level)
+            ratios.append(log_w[part.mask_BT] if rule.level == "token" else log_w)
         log_w = torch.cat(ratios)
         return rule.replace(clip=rule.clip.fit(log_w, torch.ones_like(log_w)))
 
@@ -157,6 +163,7 @@ class Updater:
     def _keep(self, part: Batch, scored: Scored) -> Tensor:
         """CAPO: the tokens whose own optimiser step would move the policy little."""
         head = self.policy.head()
+        assert scored.hidden_NH is not None
         hidden_NH = scored.hidden_NH.detach()
         row_N, t_N = part.mask_BT.nonzero(as_tuple=True)
         advantage = part.advantage if part.advantage is not None else part.reward_B

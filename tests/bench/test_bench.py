@@ -1,0 +1,162 @@
+"""Both sides run for real, on a small step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from rpg.bench.report import Report, headline, quartiles, show
+from rpg.bench.step import WARMUP, Took, Work
+from rpg.bench.versus import Result, SideFailed, compare
+from rpg.cli import Mistake, Parser
+
+SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "8", "--repeats", "1", "--threads", "1"]
+
+COMMAND = """
+import sys
+{hide}
+from rpg.bench.command import add_bench
+from rpg.cli import Mistake, Parser
+
+if __name__ == "__main__":  # the sides are spawned
+    parser = Parser(prog="rpg")
+    add_bench(parser.add_subparsers(dest="command", parser_class=Parser))
+    args = parser.parse_args(["bench", *sys.argv[1:]])
+    sys.exit(args.run(args))
+"""
+HIDE = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "trl" else find(name, *rest)
+"""
+
+
+def bench(tmp_path, *arguments, hide=""):
+    script = tmp_path / "bench.py"
+    script.write_text(COMMAND.format(hide=hide))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, script, *SMALL, *arguments], capture_output=True, text=True, timeout=120, env=environment
+    )
+
+
+def refused(*arguments):
+    from rpg.bench.command import add_bench
+
+    parser = Parser(prog="rpg")
+    add_bench(parser.add_subparsers(dest="command", parser_class=Parser))
+    args = parser.parse_args(["bench", *arguments])
+    with pytest.raises(Mistake) as caught:
+        args.run(args)
+    return str(caught.value)
+
+
+def test_both_sides(tmp_path):
+    pytest.importorskip("trl")
+    done = bench(tmp_path, "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+
+    work, sides = Work(**found["work"]), found["sides"]
+    assert (work.prompts, work.samples, work.max_new_tokens, work.threads) == (2, 2, 8, 1)
+    assert set(sides) == {"rpg", "trl"}
+    for side in sides.values():
+        assert side["optimiser_steps"] == work.minibatches
+        (step,) = side["steps"]
+        assert step["responses"] == 4
+        assert 4 <= step["tokens"] <= 4 * 8
+        assert min(step["rollout"], step["reward"], step["train"]) > 0
+        assert step["rollout"] + step["reward"] + step["train"] == pytest.approx(step["seconds"])
+        assert side["peak_memory_gb"] > 0.1
+    medians = {name: side["median"]["seconds"] for name, side in sides.items()}
+    assert found["speedup"]["seconds"] == pytest.approx(medians["trl"] / medians["rpg"])
+    assert found["machine"]["versions"]["trl"] is not None
+
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("A step of rpg is ")
+    for label, side in (("rpg 0", "rpg"), ("TRL GRPOTrainer", "trl")):
+        row = next(line for line in lines if line.strip().startswith(label))
+        assert f"{medians[side]:.3f}" in row
+    assert f"{work.minibatches} AdamW steps" in " ".join(done.stdout.split())
+
+
+def test_without_trl_it_is_rpg_alone_and_says_how_to_install(tmp_path):
+    done = bench(tmp_path, "--json", str(tmp_path / "found.json"), hide=HIDE)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["sides"]) == {"rpg"}
+    assert "speedup" not in found
+    assert "pip install 'rpg-rl[audit]'" in done.stdout
+    assert "GRPOTrainer" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "0"], "--prompts must be at least 1; got 0"),
+        (["--samples", "1"], "--samples must be at least 2; got 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1; got 0"),
+        (["--repeats", "0"], "--repeats must be at least 1; got 0"),
+        (["--threads", "0"], "--threads must be at least 1; got 0"),
+        (["--prompts", "3", "--samples", "3"], "--prompts × --samples must be a multiple of"),
+        (["--device", "nonsense"], "device 'nonsense' is not to be had"),
+        (["--max-new-tokens", "9999"], "do not fit into the 256 of the model"),
+        (["--json", "/nowhere/found.json"], "cannot write /nowhere/found.json: no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    found = refused(*arguments)
+    assert message in found
+    assert "\n" not in found
+
+
+def test_a_side_that_fails_says_why():
+    work = replace(Work(), prompts=1, samples=4, max_new_tokens=4, repeats=1, device="nonsense")
+    with pytest.raises(SideFailed, match=r"^rpg: ValueError: device 'nonsense' is not to be had"):
+        compare(work, ("rpg",))
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def took(seconds):
+    return Took(seconds, seconds / 2, seconds / 4, tokens=100, responses=10, optimiser_steps=4, score=0.5)
+
+
+def test_speed_is_a_ratio_of_medians_and_its_spread_one_of_pairs(capsys):
+    rpg, trl = [1.0, 2.0, 4.0], [3.0, 8.0, 8.0]
+    results = {"rpg": Result([took(s) for s in rpg], 1.0), "trl": Result([took(s) for s in trl], 2.0)}
+    report = Report(Work(repeats=3), results, [])
+    found = report.as_dict()
+    assert found["speedup"]["seconds"] == 4.0
+    assert found["speedup_of_pairs"] == {"quartiles": [2.5, 3.0, 3.5], "all": [3.0, 4.0, 2.0]}
+    assert found["sides"]["rpg"]["median"] == {"seconds": 2.0, "rollout": 1.0, "reward": 0.5, "train": 0.5}
+    assert found["sides"]["rpg"]["tokens_per_s"] == 50.0
+    assert found["sides"]["trl"]["mean_length"] == 10.0
+    assert (
+        headline(report)
+        == "A step of rpg is 4.00 times faster than TRL's (TRL/rpg: middle half of 3 pairs 2.50 to 3.50)."
+    )
+    show(report)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_a_slower_step_is_called_slower():
+    results = {"rpg": Result([took(3.0)], 1.0), "trl": Result([took(2.0)], 1.0)}
+    assert headline(Report(Work(repeats=1), results, [])).startswith("A step of rpg is 1.50 times slower than TRL's")
+
+
+def test_quartiles():
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+def test_warm_up_does_not_count():
+    work = replace(Work(), prompts=2, samples=2, max_new_tokens=4, repeats=2)
+    result = compare(work, ("rpg",))["rpg"]
+    assert len(result.took) == work.steps - WARMUP == 2

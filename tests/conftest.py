@@ -1,0 +1,1 @@
+"""Puts this folder on the path, where tiny.py and other helpers are."""

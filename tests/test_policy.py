@@ -1,0 +1,174 @@
+"""A policy's scores against the naive computation from the model's own logits."""
+
+import shutil
+
+import huggingface_hub
+import pytest
+import tiny
+import torch
+
+from rpg.models import BUILTIN
+from rpg.policy import Policy
+
+CHAT = "{% for m in messages %}w9 {{ m['content'] }} w10{% endfor %}{% if add_generation_prompt %} w11{% endif %}"
+NOT_LINEAR = {"phi-bias", "granite-scale", "cohere-scale", "gemma2-final-cap"}
+PROMPTS = [[5, 6, 7], [3], [4, 4, 9, 2, 8], [7, 8, 12, 13]]
+RESPONSES = [[10, 11, 12, 13, 1], [14, 15], [16], [17, 18, 19, 20, 21, 22]]
+
+
+def policy(name="llama", temperature=1.0, **how):
+    return Policy(tiny.make(name, **how), tiny.tokenizer(), temperature)
+
+
+def padded(prompts=PROMPTS, responses=RESPONSES, extra=2):
+    rows = [p + r for p, r in zip(prompts, responses, strict=True)]
+    ids = torch.zeros(len(rows), max(map(len, rows)) + extra, dtype=torch.long)
+    mask = torch.zeros(len(rows), max(map(len, responses)) + extra, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(responses[i])] = True
+    return ids, torch.tensor([len(p) for p in prompts]), mask
+
+
+def naive(model, prompt, response, temperature):
+    """Alone, unpadded, from the logits that the model gives."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    logp = logits.log_softmax(-1)
+    return logp[torch.arange(len(response)), response], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_scores_are_those_of_each_response_alone(name, temperature):
+    chosen = policy(name, temperature)
+    assert chosen.linear == (name not in NOT_LINEAR)
+    ids, start, mask = padded()
+    scored = chosen.score(ids, start, mask)
+    assert scored.logp_BT.shape == scored.entropy_BT.shape == mask.shape
+    assert not scored.logp_BT[~mask].any()
+    assert not scored.entropy_BT[~mask].any()
+    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        logp, entropy = naive(chosen.model, prompt, response, temperature)
+        assert torch.allclose(scored.logp_BT[i, : len(response)], logp, atol=1e-4)
+        assert torch.allclose(scored.entropy_BT[i, : len(response)], entropy, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2-final-cap", "phi-bias"])
+def test_gradients_are_those_of_the_naive_computation(name):
+    chosen = policy(name, temperature=0.7, dtype=torch.float64)
+    chosen.score(*padded()).logp_BT.sum().backward()
+    found = {key: p.grad.clone() for key, p in chosen.model.named_parameters()}
+    chosen.model.zero_grad()
+    sum(naive(chosen.model, *pair, 0.7)[0].sum() for pair in zip(PROMPTS, RESPONSES, strict=True)).backward()
+    for key, p in chosen.model.named_parameters():
+        assert torch.allclose(found[key], p.grad, rtol=1e-3, atol=1e-4), key
+
+
+def test_hidden_states_are_those_before_the_head():
+    chosen = policy("llama")
+    ids, start, mask = padded()
+    scored = chosen.score(ids, start, mask)
+    row, t = mask.nonzero(as_tuple=True)
+    logp = (scored.hidden_NH @ chosen.head().T).log_softmax(-1)[torch.arange(len(row)), ids[row, start[row] + t]]
+    assert torch.allclose(logp, scored.logp_BT[mask], atol=1e-5)
+    assert policy("phi-bias").score(ids, start, mask).hidden_NH is None
+
+
+def test_a_bias_and_a_cap_that_do_nothing_yet_are_not_overlooked():
+    """A new bias is zero, and a cap does nothing to small logits: until they have been trained."""
+    model = tiny.make("phi-bias")
+    with torch.no_grad():
+        model.lm_head.bias.zero_()
+    assert not Policy(model, tiny.tokenizer()).linear
+    assert not policy("gemma2-final-cap", spread=1e-4).linear
+    assert not policy("granite-scale", spread=1e-4).linear
+    assert policy("llama", spread=1e-4).linear
+
+
+def test_half_precision_head_is_recognised():
+    assert policy("llama", dtype=torch.bfloat16).linear
+    assert not policy("granite-scale", dtype=torch.bfloat16).linear
+
+
+def test_the_policy_is_deterministic_whatever_the_dropout():
+    model = tiny.make("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    chosen = Policy(model, tiny.tokenizer())
+    assert torch.equal(chosen.score(*padded()).logp_BT, chosen.score(*padded()).logp_BT)
+
+
+def test_parameters_are_those_that_are_trained():
+    chosen = policy("llama-tied")
+    names = [name for name, _ in chosen.parameters()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names  # tied: once
+    chosen.model.model.norm.weight.requires_grad_(False)
+    assert [name for name, _ in chosen.parameters()] == [name for name in names if name != "model.norm.weight"]
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_with_and_without_a_chat_template():
+    plain, chat = Policy(tiny.make(), tiny.tokenizer()), Policy(tiny.make(), tiny.tokenizer(CHAT))
+    assert plain.encode("w5 w6") == [5, 6] == chat.encode("w5 w6", chat=False)
+    assert chat.encode("w5 w6") == [9, 5, 6, 10, 11] == chat.encode("w5 w6", chat=True)
+    with pytest.raises(ValueError, match=r"^[^\n]*chat template[^\n]*$"):
+        plain.encode("w5", chat=True)
+
+
+def test_decoding_leaves_out_special_tokens():
+    assert policy().decode([5, 6, 1, 0, 0]) == "w5 w6"
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token():
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    Policy(tiny.make(), tokenizer)
+    assert tokenizer.pad_token_id == 1
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_is_the_same_policy(tmp_path):
+    chosen = Policy(tiny.make("llama-tied"), tiny.tokenizer(CHAT), 0.8)
+    chosen.save(tmp_path / "model")
+    again = Policy.load(str(tmp_path / "model"), temperature=0.8)
+    assert torch.equal(chosen.score(*padded()).logp_BT, again.score(*padded()).logp_BT)
+    assert again.encode("w5 w6") == [9, 5, 6, 10, 11]
+    assert again.temperature == 0.8
+    assert again.context == 64
+    half = Policy.load(str(tmp_path / "model"), dtype=torch.bfloat16)
+    assert {p.dtype for _, p in half.parameters()} == {torch.bfloat16}
+
+
+def test_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    policy().save(tmp_path / "model")
+    assert Policy.load("~/model").context == 64
+
+
+def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # or the hub is asked again and again
+    one_line = r"^[^\n]*{}[^\n]*$".format
+    with pytest.raises(ValueError, match=one_line("no config.json")):
+        Policy.load(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=one_line("no config.json")):
+        Policy.load("./nowhere")
+    with pytest.raises(ValueError, match=one_line("cannot load the model")):
+        Policy.load("no-such-model-anywhere")
+    for name, content in {
+        "config.json": "{",
+        "tokenizer.json": "{",
+        "model.safetensors": "nonsense",
+    }.items():
+        folder = tmp_path / name
+        shutil.copytree(BUILTIN, folder)
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError, match=one_line(f"cannot load the model '{folder}'")):
+            Policy.load(str(folder))
+    folder = tmp_path / "without"
+    shutil.copytree(BUILTIN, folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=one_line("cannot load the model")):
+        Policy.load(str(folder))

@@ -1,0 +1,210 @@
+"""The loop from inside: every preset trains, and the reference is what its rule says."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rpg
+from rpg.train import checkpoint
+from rpg.train.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    LogConfig,
+    OptimConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
+from rpg.train.loop import Failed, Trainer, train
+from rpg.train.view import View
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(folder: Path, **changes: Any) -> Config:
+    config = Config(
+        output=str(folder),
+        steps=2,
+        rollout=RolloutConfig(prompts=4, samples=4, max_new_tokens=24),
+        eval=EvalConfig(every=0, problems=4, k=2),
+        optim=OptimConfig(lr=1e-4, warmup=0),
+        log=LogConfig(tensorboard=False, report=False, view="none"),
+    )
+    return replace(config, **changes)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.policy.parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", rpg.algorithms())
+def test_every_preset_trains(tmp_path: Path, name: str) -> None:
+    summary = train(tiny(tmp_path, algorithm=name))
+    assert (summary["status"], summary["step"]) == ("finished", 2)
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    for row in found[1:]:
+        assert "not_finite" not in row
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["skipped"] == 0
+        assert row["grad_norm"] > 0
+        assert row["mismatch/max_log_ratio"] < 1e-3  # the engine's log-probabilities are the trainer's
+        names = {"loss", "entropy", "ess", "kl/old", "ratio/max", "clip/low", "clip/high", "lr", "tokens_total"}
+        assert names <= row.keys()
+    # the first optimiser step of a batch is on-policy, the second is not
+    assert found[-1]["tokens_total"] == sum(row["tokens"] for row in found[1:])
+    saved = checkpoint.read(tmp_path / "checkpoints" / "step-000002").tensors("parameters")
+    before = parameters(Trainer(tiny(tmp_path), tmp_path, View()))
+    moved = [name for name, value in before.items() if not torch.equal(value, saved[name])]
+    assert len(moved) == len(before)
+    assert all(value.isfinite().all() for value in saved.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "schedule-free"])
+def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path, name: Any) -> None:
+    optim = OptimConfig(name=name, lr=1e-4)
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(tiny(tmp_path / folder, seed=seed, optim=optim))
+    a, b, c = (checkpoint.read(tmp_path / f / "checkpoints" / "step-000002").tensors("parameters") for f in "abc")
+    assert same(a, b)
+    assert not same(a, c)
+    assert (tmp_path / "a" / "samples.jsonl").read_bytes() == (tmp_path / "b" / "samples.jsonl").read_bytes()
+    # held-out problems do not depend on the seed
+    assert rows(tmp_path / "a")[0] == rows(tmp_path / "c")[0]
+
+
+def test_a_run_of_no_steps_is_an_evaluation(tmp_path: Path) -> None:
+    summary = train(tiny(tmp_path, steps=0))
+    assert summary["step"] == 0
+    assert [row["step"] for row in rows(tmp_path)] == [0]
+
+
+def test_micro_batches_do_not_change_the_run(tmp_path: Path) -> None:
+    for folder, tokens in (("one", 16384), ("many", 100)):
+        train(tiny(tmp_path / folder, optim=OptimConfig(lr=1e-4, warmup=0, micro_tokens=tokens)))
+    one, many = rows(tmp_path / "one"), rows(tmp_path / "many")
+    for name in ("loss", "grad_norm", "entropy", "kl/old"):
+        assert one[1][name] == pytest.approx(many[1][name], rel=1e-3, abs=1e-6), name
+
+
+# ---- the reference policy --------------------------------------------------------------------------------------------
+
+
+def trainer(folder: Path, update: str = "auto", **changes: Any) -> Trainer:
+    return Trainer(tiny(folder, reference=ReferenceConfig(update=update, **changes)), folder, View())  # type: ignore[arg-type]
+
+
+def test_old_holds_no_second_model(tmp_path: Path) -> None:
+    assert trainer(tmp_path).reference.policy is None  # as published
+    assert trainer(tmp_path, "old").reference.policy is None
+    # without a KL term there is nothing to anchor
+    config = tiny(tmp_path, algorithm="dapo", reference=ReferenceConfig(update="frozen"))
+    assert Trainer(config, tmp_path, View()).reference.policy is None
+    for rule in ("frozen", "every", "kl", "ema"):
+        made = trainer(tmp_path, rule)
+        assert made.reference.policy is not None
+        own = {id(p) for p in made.policy.model.parameters()}
+        held = list(made.reference.policy.model.parameters())
+        assert not own & {id(p) for p in held}
+        assert not any(p.requires_grad for p in held)
+
+
+def run(folder: Path, update: str, steps: int, resume: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
+    """What the checkpoint holds of the reference, by the names of the parameters."""
+    config = tiny(
+        folder,
+        steps=steps,
+        loss={"beta": 0.1},
+        reference=ReferenceConfig(update=update, **changes),  # type: ignore[arg-type]
+        checkpoint=CheckpointConfig(every=1, keep=99),
+    )
+    train(config, resume=resume)
+    return checkpoint.read(folder / "checkpoints" / f"step-{steps:06d}").tensors("reference")
+
+
+def policy_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    if step == 0:
+        return parameters(trainer(folder))
+    return checkpoint.read(folder / "checkpoints" / f"step-{step:06d}").tensors("parameters")
+
+
+def test_frozen_survives_a_resume(tmp_path: Path) -> None:
+    first = run(tmp_path, "frozen", 1)
+    second = run(tmp_path, "frozen", 2, resume=True)
+    assert same(policy_at(tmp_path, 0), first)
+    assert same(policy_at(tmp_path, 0), second)
+    assert not same(policy_at(tmp_path, 1), second)
+    assert rows(tmp_path)[2]["kl/ref"] > 0
+
+
+def test_every_other_step(tmp_path: Path) -> None:
+    one, two, three = (run(tmp_path, "every", steps, resume=steps > 1, every=2) for steps in (1, 2, 3))
+    assert same(policy_at(tmp_path, 0), one)
+    assert same(policy_at(tmp_path, 2), two)
+    assert same(policy_at(tmp_path, 2), three)
+    assert not same(policy_at(tmp_path, 3), three)
+    assert [row["reference/updated"] for row in rows(tmp_path)[1:]] == [0, 1, 0]
+
+
+def test_by_kl(tmp_path: Path) -> None:
+    """Never below the target, at every step with a target of next to nothing."""
+    far, near = run(tmp_path / "far", "kl", 2, kl=1e9), run(tmp_path / "near", "kl", 2, kl=1e-12)
+    assert same(policy_at(tmp_path / "far", 0), far)
+    assert same(policy_at(tmp_path / "near", 2), near)
+    assert [row["reference/updated"] for row in rows(tmp_path / "near")[1:]] == [1, 1]
+
+
+def test_moving_average(tmp_path: Path) -> None:
+    found = run(tmp_path, "ema", 2, decay=0.75)
+    start, one, two = (policy_at(tmp_path, step) for step in (0, 1, 2))
+    for name, value in start.items():
+        wanted = 0.75 * (0.75 * value + 0.25 * one[name]) + 0.25 * two[name]
+        torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-7)
+
+
+# ---- schedule-free ---------------------------------------------------------------------------------------------------
+
+
+def test_schedule_free_ships_the_average_and_goes_on_from_the_iterate(tmp_path: Path) -> None:
+    train(tiny(tmp_path, optim=OptimConfig(name="schedule-free", lr=1e-3, warmup=0)))
+    found = checkpoint.read(tmp_path / "checkpoints" / "step-000002")
+    from safetensors.torch import load_file
+
+    shipped, iterate = load_file(found.model_folder / "model.safetensors"), found.tensors("parameters")
+    z = found.tensors("optimizer")
+    for name, y in iterate.items():
+        x = (y - 0.1 * z[f"{name}/z"]) / 0.9
+        torch.testing.assert_close(shipped[name], x, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(shipped[name], y)
+
+
+# ---- as a library ----------------------------------------------------------------------------------------------------
+
+
+def test_failed_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(Failed) as caught:
+        train(tiny(tmp_path, algorithm="nope"))
+    assert "unknown algorithm 'nope'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.setup

@@ -1,0 +1,190 @@
+"""The KL's anchor: which rule, when it is renewed, what it holds."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+
+import rpg
+from rpg.policy import Policy
+from rpg.train.batch import make_batch, with_advantages
+from rpg.train.config import Config, OptimConfig, ReferenceConfig
+from rpg.train.optim import make_optimizer
+from rpg.train.reference import Reference, batch_logp, rule_of
+from rpg.train.update import Updater, prepared
+
+WITHOUT_KL = {
+    "reinforce", "ppo", "dr-grpo", "dapo", "rloo", "remax", "gpg", "gspo", "cispo", "atr-grpo", "capo", "topr", "sapo",
+}  # fmt: skip
+ANCHORED_AT_THE_START = {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
+
+
+def make_policy():
+    return Policy(tiny.make("llama-tied"), tiny.tokenizer())
+
+
+def weights(policy):
+    return {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+
+
+def move(policy, seed):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=g))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", rpg.algorithms())
+def test_auto_is_as_published(name):
+    rule = rule_of(rpg.algorithm(name), ReferenceConfig())
+    assert rule == ("frozen" if name in ANCHORED_AT_THE_START else "old")
+
+
+@pytest.mark.parametrize("update", ["old", "every", "kl", "ema", "frozen"])
+@pytest.mark.parametrize("name", rpg.algorithms())
+def test_a_rule_that_is_asked_for_holds_where_there_is_a_kl_term(name, update):
+    rule = rule_of(rpg.algorithm(name), ReferenceConfig(update=update))
+    assert rule == ("old" if name in WITHOUT_KL else update)
+
+
+def test_a_kl_term_of_strength_zero_needs_no_anchor():
+    for name in ("grpo", "rpg-urkl", "reinforce++"):
+        assert rule_of(rpg.algorithm(name, beta=0.0), ReferenceConfig(update="frozen")) == "old"
+
+
+def test_old_holds_no_second_model():
+    policy = make_policy()
+    reference = Reference(policy, "old", ReferenceConfig())
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    assert reference.policy is None
+    assert reference.logp(batch, 100) is None
+    assert reference.tensors() == {}
+    assert reference.after_step(10, policy, 5.0) is False
+
+
+@pytest.mark.parametrize("rule", ["every", "kl", "ema", "frozen"])
+def test_the_copy_is_a_copy_without_gradients(rule):
+    policy = make_policy()
+    reference, start = Reference(policy, rule, ReferenceConfig()), weights(policy)
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    before = batch_logp(policy, batch, 100)
+    move(policy, 1)
+    assert same(weights(reference.policy), start)
+    assert torch.equal(reference.logp(batch, 100), before)
+    assert not torch.allclose(batch_logp(policy, batch, 100), before, atol=0.1)
+    assert not any(p.requires_grad for p in reference.policy.model.parameters())
+    assert all(p.requires_grad for p in policy.model.parameters())
+    assert reference.policy.temperature == policy.temperature
+
+
+# ---- renewals --------------------------------------------------------------------------------------------------------
+
+
+def test_frozen_stays():
+    policy = make_policy()
+    reference, start = Reference(policy, "frozen", ReferenceConfig(every=1, kl=1e-9)), weights(policy)
+    for step in range(1, 5):
+        move(policy, step)
+        assert reference.after_step(step, policy, 10.0) is False
+    assert same(weights(reference.policy), start)
+
+
+def test_every_third_step():
+    policy = make_policy()
+    reference, held = Reference(policy, "every", ReferenceConfig(every=3)), weights(policy)
+    for step in range(1, 8):
+        move(policy, step)
+        renewed = reference.after_step(step, policy, None)
+        assert renewed == (step in (3, 6))
+        held = weights(policy) if renewed else held
+        assert same(weights(reference.policy), held)
+    assert reference.renewals == 2
+
+
+def test_when_the_moving_average_of_the_kl_passes_the_target():
+    policy = make_policy()
+    config = ReferenceConfig(kl=0.05, smoothing=0.5)
+    reference, held, average = Reference(policy, "kl", config), weights(policy), 0.0
+    renewed_at = []
+    for step, kl in enumerate([0.02, 0.06, 0.08, 0.02, 0.2, 0.01, None, 0.09, 0.08], start=1):
+        move(policy, step)
+        average = 0.5 * average + 0.5 * (kl or 0.0)
+        renewed = reference.after_step(step, policy, kl)
+        assert renewed == (average > 0.05)
+        if renewed:
+            renewed_at.append(step)
+            held, average = weights(policy), 0.0
+        assert reference.average_kl == pytest.approx(average)
+        assert same(weights(reference.policy), held)
+    assert renewed_at == [3, 5, 9]
+
+
+def test_the_moving_average_of_the_weights():
+    """Of tied weights too, once and not twice."""
+    policy = make_policy()
+    reference = Reference(policy, "ema", ReferenceConfig(decay=0.9))
+    expected = weights(policy)
+    for step in range(1, 4):
+        move(policy, step)
+        assert reference.after_step(step, policy, None) is True
+        now = weights(policy)
+        expected = {name: 0.9 * expected[name] + 0.1 * now[name] for name in now}
+    found = weights(reference.policy)
+    for name in expected:
+        assert torch.allclose(found[name], expected[name], atol=1e-6), name
+    model = reference.policy.model
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["every", "kl", "ema", "frozen"])
+def test_state_comes_back(rule):
+    policy = make_policy()
+    config = ReferenceConfig(every=2, kl=0.03, smoothing=0.5)
+    whole = Reference(policy, rule, config)
+    for step in (1, 2, 3):
+        move(policy, step)
+        whole.after_step(step, policy, 0.04)
+    state, tensors = copy.deepcopy((whole.state(), whole.tensors()))
+    again = Reference(policy, rule, config)
+    again.load(state, tensors)
+    for step in (4, 5, 6):
+        move(policy, step)
+        assert again.after_step(step, policy, 0.04) == whole.after_step(step, policy, 0.04)
+    assert same(weights(again.policy), weights(whole.policy))
+    assert again.state() == whole.state()
+
+
+# ---- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["old", "frozen"])
+@pytest.mark.parametrize("name", sorted(set(rpg.algorithms()) - WITHOUT_KL))
+def test_presets_with_a_kl_term_train_with_either_reference(name, update, tmp_path):
+    policy, algorithm = make_policy(), rpg.algorithm(name)
+    config = Config(reference=ReferenceConfig(update=update), optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"))
+    reference = Reference(policy, rule_of(algorithm, config.reference), config.reference)
+    batch = make_batch(tiny.groups(policy, noise=0.0), 0, policy.device)
+    needs = "ref_logp" in algorithm.loss.needs or algorithm.advantage.beta > 0
+    batch = prepared(batch, None, reference.logp(batch, 100), needs)
+    assert (batch.ref_logp_BT is None) == (update == "old" and not needs)
+    if batch.ref_logp_BT is not None:  # nothing has moved yet
+        assert torch.allclose(batch.ref_logp_BT, batch.old_logp_BT, atol=1e-4)
+    batch = with_advantages(batch, algorithm.advantage, None)
+    before = weights(policy)
+    metrics = Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), tmp_path).update(
+        batch, 1
+    )
+    assert metrics["skipped"] == 0
+    assert metrics["lr"] == 1e-2
+    assert not same(weights(policy), before)
