@@ -4,9 +4,9 @@ import shutil
 
 import huggingface_hub
 import pytest
-import tiny
 import torch
 
+import tiny
 from rpg.models import BUILTIN
 from rpg.policy import Policy
 

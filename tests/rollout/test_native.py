@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from scipy import stats
 
+import tiny
 from rpg.rollout import NativeEngine
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [4, 4, 9, 2, 8], [7, 8] * 6, [12, 13]]
@@ -287,7 +287,7 @@ UNSUPPORTED = {
         {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_scaling": None},
         "s_aux",
     ),
-    "MambaForCausalLM": ("MambaConfig", {"state_size": 4}, "wrong by"),  # has no keys and values
+    "MambaForCausalLM": ("MambaConfig", {"state_size": 4}, "keys and values"),
     "GPTJForCausalLM": (  # attention of its own
         "GPTJConfig",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},

@@ -1,5 +1,7 @@
 """Batches: every row once, within the budget; and a gradient that does not depend on how a batch is cut."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -81,7 +83,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(batch, tokens):
     assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
     sizes = [len(part) * int(batch.lengths_B[part].max()) for part in parts]
     assert all(size <= tokens or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
-    for part, following in zip(parts, parts[1:], strict=False):  # not smaller than they have to be
+    for part, following in itertools.pairwise(parts):  # not smaller than they have to be
         assert (len(part) + 1) * int(batch.lengths_B[following[0]]) > tokens
     assert len(parts) == {1: 12, 10**6: 1}.get(tokens, len(parts))
 

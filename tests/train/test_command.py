@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from conftest import ENV, Job, assert_one_line, checkpoints, metrics, summary
+from running import ENV, Job, assert_one_line, checkpoints, metrics, summary
 
 Command = Callable[..., Job]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Job, Server, assert_same, bits, checkpoints, lines, metrics, summary
+from running import TINY, Job, Server, assert_same, bits, checkpoints, lines, metrics, summary
 
 STEPS, KILLS = 12, 6
 COMMON = ["--steps", STEPS, "--eval.every", "4", "--optim.lr", "3e-4"]
@@ -214,8 +214,9 @@ def test_a_damaged_newest_one_does_not_cost_the_next(
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["step", "evaluation"])
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGINT, "step"), (signal.SIGTERM, "step"), (signal.SIGTERM, "evaluation")]
+)
 def test_stopped_by_a_signal(server: Server, home: Path, tmp_path: Path, number: signal.Signals, moment: str) -> None:
     """The step is finished and saved; resumed, the run ends in the same bits as one never stopped."""
     # 25 problems × 32 responses make an evaluation long enough to be hit
@@ -263,3 +264,17 @@ def test_the_second_signal_stops_at_once(server: Server, home: Path, tmp_path: P
     assert "Traceback" not in job.text
     assert lines(folder) == 1
     assert summary(folder)["status"] == "stopped"
+
+
+def test_a_signal_before_the_first_step(server: Server, home: Path, tmp_path: Path) -> None:
+    """While the run sets itself up, or evaluates for the first time: no traceback, and it can be started again."""
+    rng = random.Random(0)
+    folder = tmp_path / "run"
+    for _ in range(4):
+        job = start(server, home, folder, ["--steps", "2"])
+        time.sleep(rng.uniform(0.02, 0.6))
+        job.kill(signal.SIGINT)
+        assert job.wait().code == 130, job.text
+        assert "Traceback" not in job.text
+    finish(server, home, folder, ["--steps", "2"])
+    assert [row["step"] for row in metrics(folder)] == [0, 1, 2]

@@ -3,10 +3,10 @@
 import copy
 
 import pytest
-import tiny
 import torch
 
 import rpg
+import tiny
 from rpg.policy import Policy
 from rpg.train.batch import make_batch, with_advantages
 from rpg.train.config import Config, OptimConfig, ReferenceConfig

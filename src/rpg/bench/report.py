@@ -153,29 +153,28 @@ def headline(report: Report) -> str:
         seconds = median(took.seconds for took in report.results["rpg"].took)
         return f"rpg: {seconds:.3f} s a step."
     rpg, trl = (median(took.seconds for took in report.results[side].took) for side in ("rpg", "trl"))
-    low, _, high = quartiles(report.ratios)
-    ratio = trl / rpg if trl >= rpg else rpg / trl
-    word = "faster" if trl >= rpg else "slower"
+    low, middle, high = quartiles(report.ratios)
+    speed = f"{middle:.2f} times faster" if middle >= 1 else f"{1 / middle:.2f} times slower"
     return (
-        f"A step of rpg is {ratio:.2f} times {word} than TRL's "
-        f"(TRL/rpg: middle half of {len(report.ratios)} pairs {low:.2f} to {high:.2f})."
+        f"A step of rpg is {speed} than TRL's. TRL/rpg: median of {len(report.ratios)} pairs {middle:.2f}, "
+        f"middle half {low:.2f} to {high:.2f}; ratio of medians {trl / rpg:.2f}."
     )
 
 
 def footnote(report: Report) -> str:
     work = report.work
     text = (
-        f"A step is {work.prompts} arithmetic prompts × {work.samples} responses of at most {work.max_new_tokens} tokens "
-        f"at temperature 1 from the built-in model in float32, scored by the task, then {work.minibatches} AdamW steps on "
-        f"{work.responses // work.minibatches} responses each; learning rate {work.lr:g}, so that lengths stay. "
-        f"Median of {work.repeats} after {WARMUP} to warm up."
+        f"A step is {work.prompts} arithmetic prompts × {work.samples} responses of at most {work.max_new_tokens} "
+        "tokens at temperature 1 from the built-in model in float32, scored by the task, then "
+        f"{work.minibatches} AdamW steps on {work.responses // work.minibatches} responses each; learning rate "
+        f"{work.lr:g}, so that lengths stay. Median of {work.repeats} after {WARMUP} to warm up."
     )
     if "trl" in report.results:
         text += (
             " The two take turns in processes of their own; one works at a time. TRL: steps_per_generation and "
             "gradient_accumulation_steps set for the same number of optimiser steps, num_iterations=1, beta=0, no "
-            "gradient checkpointing, transformers' generate (its continuous batching is slower on a CPU), logging off; rpg "
-            "writes its metrics. TRL computes the log-probabilities of the sampling policy anew before training; "
+            "gradient checkpointing, transformers' generate (its continuous batching is slower on a CPU), logging off; "
+            "rpg writes its metrics. TRL computes the log-probabilities of the sampling policy anew before training; "
             "rpg keeps those that the responses were drawn with."
         )
     return text

@@ -41,6 +41,8 @@ def work_on(side: str, work: Work, pipe: Connection) -> None:
             _take_steps(side, work, lambda: pipe.recv(), lambda took: pipe.send((took, peak_memory_gb(work.device))))
         except EOFError:  # the parent went away
             pass
+        except ValueError as error:  # what was asked for is impossible
+            pipe.send(SideFailed(" ".join(str(error).split())))
         except Exception as error:
             pipe.send(SideFailed(f"{type(error).__name__}: {' '.join(str(error).split())}"))
 

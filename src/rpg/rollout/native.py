@@ -22,8 +22,8 @@ ATTENTION = "rpg-slots"
 class SlotCache:
     """Keys and values of up to ``slots`` sequences, each from position 0. Rows 0 … live−1 are in use.
 
-    It stands in for transformers' Cache: attention layers call ``update`` and attend over what it returns. There is room
-    for what was written so far and some more; ``capacity`` is how long a sequence can become.
+    It stands in for transformers' Cache: attention layers call ``update`` and attend over what it returns. There is
+    room for what was written so far and some more; ``capacity`` is how long a sequence can become.
     """
 
     is_compileable = False
@@ -123,7 +123,7 @@ def slot_attention(
     mask: Tensor | None = None
     if not reading:
         mask = cache.visible(sliding_window)
-        if query.device.type == "cpu":
+        if query.device.type == "cpu" and query.dtype == torch.float32:
             return _attend_plainly(query, key, value, mask, scaling), None
     elif sliding_window is not None and key.shape[2] > sliding_window:
         gap = torch.arange(key.shape[2], device=key.device)

@@ -244,7 +244,7 @@ class Trainer:
             self.step(self.done + 1, logs)
             if self.starved >= MAX_STARVED:
                 break
-        if self.stopped_by is not None and self.done > self.saved:  # the signal came while the step was being saved
+        if self.stopped_by is not None and self.done > self.saved:
             self.save(logs)
 
     def _outcome(self) -> tuple[str, str]:
@@ -303,7 +303,7 @@ class Trainer:
                 f"Their batches are in {self.folder / 'bad'}; lower optim.lr, or look at the rewards"
             )
         every = self.config.checkpoint.every
-        if (every and step % every == 0) or last or self.stopped_by is not None:
+        if (every and step % every == 0) or last:
             self.save(logs)
 
     @property

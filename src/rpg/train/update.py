@@ -112,25 +112,34 @@ class Updater:
         parts = [batch.rows(index) for index in micro_batches(batch, self.config.optim.micro_tokens)]
         rule = self._fitted(parts)
         denominator = rule.step_denominator(*(part.mask_BT for part in parts))
-        loss, largest, drift, tokens = 0.0, 0.0, 0.0, 0
+        loss, log_rhos = 0.0, []
         for part in parts:
             scored = self.policy.score(part.ids_BL, part.start_B, part.mask_BT)
-            out = self._loss(rule, part, scored, denominator)
+            keep = self._keep(rule, part, scored, denominator) if self.algorithm.curvature_gate else None
+            out = self._loss(rule, part, scored, denominator, keep)
             out.loss.backward()  # type: ignore[no-untyped-call]
             loss += float(out.loss.detach())
-            means.add(out.metrics)
-            if (
-                first and part.rollout_logp_BT is None
-            ):  # the policy is still the one that sampled: what differs is the engine
-                log_rho = (scored.logp_BT.detach() - part.old_logp_BT)[part.mask_BT]
-                largest = max(largest, float(log_rho.abs().max()))
-                drift += float(k3(log_rho.clamp(-20, 20)).sum())
-                tokens += len(log_rho)
-        known = tokens and math.isfinite(drift)
-        seen = {"mismatch/max_log_ratio": largest, "mismatch/kl": drift / tokens} if known else {}
-        return loss, seen
+            gated = {} if keep is None else {"clip/gated": (~keep)[part.mask_BT].float().mean()}
+            means.add(out.metrics | gated)
+            if first and part.rollout_logp_BT is None:
+                log_rhos.append((scored.logp_BT.detach() - part.old_logp_BT)[part.mask_BT])
+        return loss, self._mismatch(log_rhos)
 
-    def _loss(self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float) -> LossOutput:
+    def _mismatch(self, log_rhos: list[Tensor]) -> dict[str, float]:
+        """Before the first optimiser step the policy is the one that sampled: what differs is the engine.
+
+        With top-p or top-k it is also the truncation, and nothing is reported.
+        """
+        sampling = self.config.rollout
+        if not log_rhos or sampling.top_p < 1 or sampling.top_k > 0:
+            return {}
+        log_rho = torch.cat(log_rhos)
+        found = {"mismatch/max_log_ratio": float(log_rho.abs().max()), "mismatch/kl": float(k3(log_rho).mean())}
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def _loss(
+        self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float, keep: Tensor | None
+    ) -> LossOutput:
         assert part.advantage is not None
         return rule(
             scored.logp_BT,
@@ -141,7 +150,7 @@ class Updater:
             rollout_logp=part.rollout_logp_BT,
             denominator=denominator,
             entropy=scored.entropy_BT,
-            keep=self._keep(part, scored) if self.algorithm.curvature_gate else None,
+            keep=keep,
             groups=part.group_B,
         )
 
@@ -160,14 +169,20 @@ class Updater:
         return rule.replace(clip=rule.clip.fit(log_w, torch.ones_like(log_w)))
 
     @torch.no_grad()
-    def _keep(self, part: Batch, scored: Scored) -> Tensor:
-        """CAPO: the tokens whose own optimiser step would move the policy little."""
+    def _keep(self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float) -> Tensor:
+        """CAPO: the tokens whose own part of the optimiser step would move the policy little.
+
+        Adam's second moments are of the mean loss, so a token's gradient is taken as it enters that mean.
+        """
         head = self.policy.head()
         assert scored.hidden_NH is not None
+        assert part.advantage is not None
         hidden_NH = scored.hidden_NH.detach()
         row_N, t_N = part.mask_BT.nonzero(as_tuple=True)
-        advantage = part.advantage if part.advantage is not None else part.reward_B
-        advantage_N = advantage[row_N, t_N] if advantage.dim() == 2 else advantage[row_N]
+        advantage_N = part.advantage[row_N, t_N] if part.advantage.dim() == 2 else part.advantage[row_N]
+        share_B = torch.full_like(part.reward_B, 1 / denominator)
+        if rule.reduction == "seq-mean-token-mean":
+            share_B = share_B / part.mask_BT.sum(-1)
         state = self.optimizer.state.get(head) or {}
         second = state.get("exp_avg_sq")
         scale = None
@@ -178,7 +193,7 @@ class Updater:
             hidden_NH @ head.T / self.policy.temperature,
             hidden_NH,
             part.ids_BL[row_N, part.start_B[row_N] + t_N],
-            advantage_N,
+            advantage_N * share_B[row_N],
             float(self.optimizer.param_groups[0]["lr"]),
             scale,
         )
