@@ -122,7 +122,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", model_max_length=256, clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
     )
 
 

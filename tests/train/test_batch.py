@@ -159,13 +159,16 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, policy, batch,
     ref = batch.old_logp_BT + 0.2 * torch.randn(batch.mask_BT.shape, generator=torch.Generator().manual_seed(1))
     whole = prepared(batch, None, ref, needs_ref=True)
     whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3])
-    cut = updater(policy, algorithm, tmp_path, micro_tokens=30)
+    cut = updater(
+        policy, algorithm, tmp_path, micro_tokens=30, lr=0.1
+    )  # the rate matters to CAPO's gate alone  # the rate matters to CAPO's gate alone  # the rate matters to CAPO's gate alone
     assert len(list(micro_batches(whole, 30))) == 4
     loss, _ = cut._gradients(whole, Means(), first=False)
     found = gradient(policy)
 
     scored = policy.score(whole.ids_BL, whole.start_B, whole.mask_BT)
-    keep = cut._keep(whole, scored) if algorithm.curvature_gate else None
+    denominator = algorithm.loss.step_denominator(whole.mask_BT)
+    keep = cut._keep(algorithm.loss, whole, scored, denominator) if algorithm.curvature_gate else None
     if keep is not None:
         assert 0 < keep[whole.mask_BT].float().mean() < 1  # a gate that does something
     out = algorithm.loss(

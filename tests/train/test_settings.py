@@ -142,7 +142,12 @@ def test_help_has_every_setting_its_text_and_its_default():
         assert leaf.flag in text
         assert leaf.doc, f"{leaf.path} has no docstring"
         assert leaf.doc.replace(" ", "")[:30] in text.replace(" ", "")
-    for shown in ("learning rate (default: 0.0005)", "(default: 0.9,0.95)", "{adamw,schedule-free}", "--loss.KEY VALUE"):
+    for shown in (
+        "learning rate (default: 0.0005)",
+        "(default: 0.9,0.95)",
+        "{adamw,schedule-free}",
+        "--loss.KEY VALUE",
+    ):
         assert shown in text
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..advantages import Advantage
 from .experience import Group
 
-CPU_MICRO_TOKENS = 1024  # activations stay in the cache: a third of the time that 16384 take with the built-in model
+CPU_MICRO_TOKENS = 1024  # activations stay in the cache
 GPU_MICRO_TOKENS = 16384
 
 
