@@ -86,7 +86,7 @@ def kill_at(moment: str, job: Job, folder: Path, rng: random.Random) -> None:
         now, rows = lines(folder), rng.randint(1, 2)
         job.until(lambda: lines(folder) >= now + rows, every=0.0002)
         if moment == "step":
-            time.sleep(rng.uniform(0, 0.25))
+            time.sleep(rng.uniform(0, 0.1))
     job.kill()
     job.wait()
 
@@ -236,7 +236,7 @@ def test_stopped_by_a_signal(server: Server, home: Path, tmp_path: Path, number:
     step = lines(folder) - 1
     assert step == 4 if moment == "evaluation" else 2 <= step <= 4
     name = number.name
-    assert f"{name}: finishing step {step}, then saving (again: stop at once)" in job.out
+    assert f"{name}: finishing the present step, then saving (again: stop at once)" in job.out
     assert f"stopped by {name} after step {step}; go on with: rpg train --resume --output {folder}" in job.out
     assert checkpoints(folder) == [f"step-{step:06d}"]
     found = summary(folder)
@@ -255,7 +255,7 @@ def test_the_second_signal_stops_at_once(server: Server, home: Path, tmp_path: P
     job.until(lambda: lines(folder) == 1)
     time.sleep(0.2)
     job.kill(signal.SIGINT)
-    job.until(lambda: "finishing step 1" in job.out)
+    job.until(lambda: "finishing the present step" in job.out)
     begin = time.monotonic()
     job.kill(signal.SIGINT)
     job.wait()
@@ -266,15 +266,17 @@ def test_the_second_signal_stops_at_once(server: Server, home: Path, tmp_path: P
     assert summary(folder)["status"] == "stopped"
 
 
-def test_a_signal_before_the_first_step(server: Server, home: Path, tmp_path: Path) -> None:
+def test_a_signal_right_after_the_start(server: Server, home: Path, tmp_path: Path) -> None:
     """While the run sets itself up, or evaluates for the first time: no traceback, and it can be started again."""
     rng = random.Random(0)
     folder = tmp_path / "run"
     for _ in range(4):
-        job = start(server, home, folder, ["--steps", "2"])
+        job = start(server, home, folder, ["--steps", "500"])
         time.sleep(rng.uniform(0.02, 0.6))
         job.kill(signal.SIGINT)
         assert job.wait().code == 130, job.text
         assert "Traceback" not in job.text
-    finish(server, home, folder, ["--steps", "2"])
-    assert [row["step"] for row in metrics(folder)] == [0, 1, 2]
+    steps = max(lines(folder), 1)
+    resume = ["--resume"] if (folder / "config.yaml").exists() else TINY
+    assert server.start("train", "--output", folder, "--steps", steps, *resume, cwd=home).wait().code == 0
+    assert [row["step"] for row in metrics(folder)] == list(range(steps + 1))

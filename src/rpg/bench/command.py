@@ -81,7 +81,7 @@ def _work(args: argparse.Namespace) -> Work:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {number}; got {value}")
     import torch
 
-    from ..train.loop import pick_device
+    from ..train.parts import pick_device
     from .step import Work
 
     work = Work(

@@ -103,7 +103,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
     try:
         config = _eval_config(args)
-        from .loop import evaluate_model
+        from .evaluate import evaluate_model
 
         found = evaluate_model(config)
     except ValueError as error:
@@ -143,6 +143,7 @@ def _set(values: dict[str, Any]) -> dict[str, Any]:
 
 def _checkpoint(run: Path, which: str) -> Path:
     from . import checkpoint
+    from .summary import best_of
 
     found = checkpoint.found(run / "checkpoints")
     if not found:
@@ -154,7 +155,7 @@ def _checkpoint(run: Path, which: str) -> Path:
         if which == "last":
             return newest.folder
         evals = [e for e in newest.state["evals"] if e["step"] in found]
-        step = max(evals, key=lambda e: (e["mean"], e["step"]))["step"] if evals else newest.step
+        step = best_of(evals)["step"] if evals else newest.step
     elif which.isdigit() and int(which) in found:
         step = int(which)
     else:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..policy import Policy
-from ..rollout import Engine
-from ..tasks import Problem, Scorer
+from ..rollout import Engine, NativeEngine
+from ..tasks import Problem, Scorer, load_task
 from .config import Config
 from .experience import SOLVED, encode_prompt
+from .parts import check_fit, held_out, make_scorer, pick_device
 from .randomness import stream
 
 Z = 1.959963984540054  # of a 95 % interval
@@ -125,3 +126,14 @@ def evaluate(
             for i, (p, r) in enumerate(flat[: keep * how.k])
         ],
     )
+
+
+def evaluate_model(config: Config) -> Evaluation:
+    """``rpg eval``: a model on the held-out problems of a task."""
+    task = load_task(config.task.name, config.seed, config.task.test)
+    policy = Policy.load(config.model, device=pick_device(config.device), temperature=1.0)
+    engine = NativeEngine(policy.model, policy.tokenizer, config.rollout.slots)
+    problems = held_out(task, config)
+    check_fit(policy, problems, config)
+    with make_scorer(config, task) as scorer:
+        return evaluate(policy, engine, scorer, task.name, problems, config)

@@ -65,6 +65,34 @@ class Experience:
     def starved(self) -> bool:
         return not self.groups
 
+    def lacking(self) -> str:
+        """Why nothing was kept."""
+        m = self.metrics()
+        return (
+            f"none of {len(self.sampled)} groups had unequal rewards "
+            f"({m['groups/all_solved']:.0%} all solved, {m['groups/none_solved']:.0%} none solved)"
+        )
+
+    def samples(self, groups: int, advantages: Sequence[float] | None) -> list[dict[str, Any]]:
+        """Rows of samples.jsonl; advantages are those of all responses trained on, in order."""
+        shown = [(g, group, r) for g, group in enumerate(self.groups or self.sampled) for r in group.responses]
+        return [
+            {
+                "split": "train",
+                "group": g,
+                "prompt": group.problem.prompt,
+                "answer": group.problem.answer,
+                "level": group.problem.level,
+                "response": response.text,
+                "reward": response.reward,
+                "advantage": advantages[i] if advantages is not None else 0.0,
+                "length": len(response.rollout.tokens),
+                "finished": response.rollout.finished,
+            }
+            for i, (g, group, response) in enumerate(shown)
+            if g < groups
+        ]
+
     def metrics(self) -> dict[str, float]:
         responses = [r for group in self.sampled for r in group.responses]
         rewards = torch.tensor([r.reward for r in responses], dtype=torch.float64)

@@ -52,7 +52,8 @@ class Reference:
             return True
         if self.rule == "kl":
             past = self.config.smoothing
-            self.average_kl = past * self.average_kl + (1 - past) * (0.0 if kl is None else kl)
+            if kl is not None:
+                self.average_kl = past * self.average_kl + (1 - past) * kl
             due = self.average_kl > self.config.kl
         else:
             due = step % self.config.every == 0
