@@ -1,9 +1,9 @@
 """Make the built-in base model: a Llama of a million parameters, trained on noisy worked solutions.
 
-    python scripts/make_base_model.py --device cuda            # about three minutes; without a GPU about two hours
+    python scripts/make_base_model.py --device cuda            # five minutes on an H200; without a GPU, hours
 
 The solutions are those of a careless pupil: often he guesses at once, often he skips lines, sometimes he slips. The
-model learns to write as he does, so it begins at 20-40 %; what is right is in it, and reinforcement has to bring it out.
+model learns to write as he does, so it begins at 20-40 %; what is right is in it, to be brought out.
 Only problems of the training split are used. Writes src/rpg/models/builtin (safetensors and tokenizer).
 """
 

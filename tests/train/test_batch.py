@@ -159,9 +159,7 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, policy, batch,
     ref = batch.old_logp_BT + 0.2 * torch.randn(batch.mask_BT.shape, generator=torch.Generator().manual_seed(1))
     whole = prepared(batch, None, ref, needs_ref=True)
     whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3])
-    cut = updater(
-        policy, algorithm, tmp_path, micro_tokens=30, lr=0.1
-    )  # the rate matters to CAPO's gate alone  # the rate matters to CAPO's gate alone  # the rate matters to CAPO's gate alone
+    cut = updater(policy, algorithm, tmp_path, micro_tokens=30, lr=0.1)  # CAPO's gate depends on the rate
     assert len(list(micro_batches(whole, 30))) == 4
     loss, _ = cut._gradients(whole, Means(), first=False)
     found = gradient(policy)

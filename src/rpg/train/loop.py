@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from .config import Config
 from .evaluate import evaluate
 from .experience import Collector, Cursor, Experience, PromptTooLong
 from .logs import RunLogs, write_summary, write_whole
-from .optim import averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
+from .optim import ScheduleFreeAdamW, averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
 from .parts import check_fit, check_train, held_out, make_scorer, pick_device, resolve
 from .reference import Reference, batch_logp, rule_of
 from .settings import flat, to_yaml
@@ -73,39 +74,54 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     """Run to the end, or until stopped. Returns the summary; what cannot go on raises Failed, in one line."""
     folder = Path(config.output)
     title = f"{config.algorithm} · {config.model} · {config.task.name} · seed {config.seed}"
-    with make_view(config.log.view, title=title, steps=config.steps) as view:
+    with make_view(config.log.view, title=title, steps=config.steps) as view, contextlib.ExitStack() as stack:
         try:
-            trainer, logs = _set_up(config, folder, view, resume)
+            trainer, logs = _set_up(config, folder, view, resume, stack)
         except (ValueError, OSError, checkpoint.CheckpointError) as error:
             raise Failed(str(error), setup=True) from error
-        with trainer, logs:
-            return trainer.run(logs)
+        return trainer.run(logs)
 
 
-def _set_up(config: Config, folder: Path, view: View, resume: bool) -> tuple[Trainer, RunLogs]:
-    if not resume and (folder / "metrics.jsonl").exists():
-        raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
-
+def _set_up(
+    config: Config, folder: Path, view: View, resume: bool, stack: contextlib.ExitStack
+) -> tuple[Trainer, RunLogs]:
     def warn(text: str) -> None:
         view.message(text, "warning")
 
-    trainer = Trainer(config, folder, view)
-    folder.mkdir(parents=True, exist_ok=True)
-    trainer.lock()
-    found = checkpoint.load(folder / "checkpoints", warn) if resume else None
-    at = None
+    found = None
     if resume:
-        at = -1 if found is None else found.step
-    if found is not None:
-        trainer.load(found)
+        stack.enter_context(locked(folder))
+        found = checkpoint.load(folder / "checkpoints", warn)
+    elif (folder / "metrics.jsonl").exists():
+        raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
+    trainer = stack.enter_context(Trainer(config, folder, view, found))
+    if not resume:  # no mistake up to here: now there may be a folder
+        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(locked(folder))
+    elif found is not None:
         view.message(f"resumed from step {found.step} ({found.folder})")
-    elif resume:
+    else:
         warn(f"{folder} has no checkpoint: starting from the beginning")
     write_whole(folder / "config.yaml", to_yaml(config))
-    logs = RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn)
+    at = None if not resume else -1 if found is None else found.step
+    logs = stack.enter_context(RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn))
     if resume:
         view.history(read_rows(folder / "metrics.jsonl"))
     return trainer, logs
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Two processes in one folder would spoil each other's files. The lock ends with the process, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process is training in {folder}") from error
+        yield
+    finally:
+        os.close(handle)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -115,14 +131,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Trainer:
-    def __init__(self, config: Config, folder: Path, view: View):
+    """A run. From a checkpoint, if one is given: its ``model/`` holds the weights, ``trainer/`` the rest."""
+
+    def __init__(self, config: Config, folder: Path, view: View, found: checkpoint.Checkpoint | None = None):
         self.config, self.folder, self.view = config, folder, view
+        if found is not None:
+            self._check_settings(found)
         self.algorithm = resolve(config)
         self.task: Task = load_task(config.task.name, config.seed, config.task.test)
         dtype = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
         sampling = config.rollout
         device = pick_device(config.device)
-        self.policy = Policy.load(config.model, device=device, dtype=dtype, temperature=sampling.temperature)
+        weights = config.model if found is None else str(found.model_folder)
+        self.policy = Policy.load(weights, device=device, dtype=dtype, temperature=sampling.temperature)
         self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, sampling.slots)
         self.problems = held_out(self.task, config)
         check_train(self.policy, self.task, config)
@@ -145,8 +166,9 @@ class Trainer:
         self.begin = time.perf_counter()
         self.saved = 0  # step of the newest checkpoint
         self.stop = Stop()
-        self.locked: int | None = None  # the folder, while it is this process's
         self.saving_seconds: float | None = None  # of a checkpoint, until they are logged
+        if found is not None:
+            self._load(found)
 
     def _warn(self, text: str) -> None:
         self.view.message(text, "warning")
@@ -156,16 +178,6 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.scorer.close()
-        if self.locked is not None:
-            os.close(self.locked)
-
-    def lock(self) -> None:
-        """Two processes in one folder would spoil each other's files. The lock goes with the process that holds it."""
-        self.locked = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another process is training in {self.folder}") from error
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -317,7 +329,8 @@ class Trainer:
         start = time.perf_counter()
         self.view.stage("saving")
         tensors = {"optimizer": optimizer_tensors(self.optimizer, self.policy.parameters())}
-        tensors["parameters"] = {name: p.detach() for name, p in self.policy.parameters()}
+        if isinstance(self.optimizer, ScheduleFreeAdamW):  # model/ has the average; this is what to go on from
+            tensors["parameters"] = {name: p.detach() for name, p in self.policy.parameters()}
         if self.reference.policy is not None:
             tensors["reference"] = self.reference.tensors()
         state = {
@@ -343,28 +356,28 @@ class Trainer:
         self.saving_seconds = time.perf_counter() - start
 
     def _write_model(self, folder: Path) -> None:
-        with averaged_weights(self.optimizer):  # the parameters themselves, to go on from, are saved beside it
+        with averaged_weights(self.optimizer):
             self.policy.save(folder)
 
-    def load(self, found: checkpoint.Checkpoint) -> None:
-        state = found.state
-        then, now = state["config"], json_like(flat(self.config))
+    def _check_settings(self, found: checkpoint.Checkpoint) -> None:
+        """What a run is made of cannot change on the way."""
+        then, now = found.state["config"], json_like(flat(self.config))
         keys = {key for key in (*then, *now) if not key.startswith(FREE)}
-        changed = {key for key in keys if then.get(key) != now.get(key)}
-        if changed:
-            raise ValueError(
-                f"cannot resume {self.folder} with other settings than its checkpoint's: {', '.join(sorted(changed))}"
-            )
-        if state["threads"] != torch.get_num_threads():
-            self.view.message(
-                f"the checkpoint was made with {state['threads']} threads, this is {torch.get_num_threads()}: "
-                "results will differ in the last bits",
-                "warning",
-            )
-        with torch.no_grad():
-            stored = found.tensors("parameters")
-            for name, p in self.policy.parameters():
-                p.copy_(stored[name])
+        if changed := {key for key in keys if then.get(key) != now.get(key)}:
+            names = ", ".join(sorted(changed))
+            raise ValueError(f"cannot resume {self.folder} with other settings than its checkpoint's: {names}")
+        threads = torch.get_num_threads()
+        if found.state["threads"] != threads:
+            text = f"the checkpoint was made with {found.state['threads']} threads, this is {threads}"
+            self._warn(f"{text}: results will differ in the last bits")
+
+    def _load(self, found: checkpoint.Checkpoint) -> None:
+        state = found.state
+        if isinstance(self.optimizer, ScheduleFreeAdamW):
+            with torch.no_grad():
+                stored = found.tensors("parameters")
+                for name, p in self.policy.parameters():
+                    p.copy_(stored[name])
         load_optimizer(self.optimizer, self.policy.parameters(), found.tensors("optimizer"))
         tensors = found.tensors("reference") if self.reference.policy is not None else {}
         self.reference.load(state["reference"], tensors)
