@@ -280,14 +280,14 @@ def test_mistakes_about_runs(train: Command, command: Command, home: Path) -> No
     assert_one_line(train(run), 2, f"{run} holds a run already", "--resume", "--output")
     changed = "cannot resume", "other settings"
     resume = ["train", "--resume", "--output", run]
-    assert_one_line(command(*resume, "--optim.lr", "0.1"), 2, *changed, "optim.lr")
+    assert_one_line(command(*resume, "--optim.warmup", "9"), 2, *changed, "optim.warmup")
     assert_one_line(command(*resume, "--seed", "3", "--algorithm", "grpo"), 2, *changed, "algorithm, seed")
     assert_one_line(command(*resume, "--loss.high", "0.4"), 2, *changed, "loss.high")  # an option it did not have
     assert_one_line(command(*resume, "--config", "none.yaml"), 2, "none.yaml: no such file")
     assert (run / "metrics.jsonl").read_bytes() == before
     assert checkpoints(run) == ["step-000001", "step-000002"]
-    # what may change: how long, where, how often
-    job = command(*resume, "--steps", "3", "--eval.problems", "4", "--checkpoint.every", "0")
+    # what may change: how long, where, how often, and the learning rate
+    job = command(*resume, "--steps", "3", "--eval.problems", "4", "--checkpoint.every", "0", "--optim.lr", "1e-4")
     assert job.code == 0, job.text
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
     assert (run / "metrics.jsonl").read_bytes().startswith(before)

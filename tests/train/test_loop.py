@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import rpg
 from rpg.train import checkpoint
@@ -22,7 +23,7 @@ from rpg.train.config import (
     ReferenceConfig,
     RolloutConfig,
 )
-from rpg.train.loop import Failed, Trainer, train
+from rpg.train.loop import Failed, Trainer, locked, train
 from rpg.train.view import View
 
 
@@ -74,7 +75,7 @@ def test_every_preset_trains(tmp_path: Path, name: str) -> None:
         assert names <= row.keys()
     # the first optimiser step of a batch is on-policy, the second is not
     assert found[-1]["tokens_total"] == sum(row["tokens"] for row in found[1:])
-    saved = checkpoint.read(tmp_path / "checkpoints" / "step-000002").tensors("parameters")
+    saved = load_file(tmp_path / "checkpoints" / "step-000002" / "model" / "model.safetensors")
     before = parameters(Trainer(tiny(tmp_path), tmp_path, View()))
     moved = [name for name, value in before.items() if not torch.equal(value, saved[name])]
     assert len(moved) == len(before)
@@ -86,7 +87,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path: Path, na
     optim = OptimConfig(name=name, lr=1e-4)
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         train(tiny(tmp_path / folder, seed=seed, optim=optim))
-    a, b, c = (checkpoint.read(tmp_path / f / "checkpoints" / "step-000002").tensors("parameters") for f in "abc")
+    a, b, c = (load_file(tmp_path / f / "checkpoints/step-000002/model/model.safetensors") for f in "abc")
     assert same(a, b)
     assert not same(a, c)
     assert (tmp_path / "a" / "samples.jsonl").read_bytes() == (tmp_path / "b" / "samples.jsonl").read_bytes()
@@ -146,7 +147,7 @@ def run(folder: Path, update: str, steps: int, resume: bool = False, **changes: 
 def policy_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
     if step == 0:
         return parameters(trainer(folder))
-    return checkpoint.read(folder / "checkpoints" / f"step-{step:06d}").tensors("parameters")
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
 
 
 def test_frozen_survives_a_resume(tmp_path: Path) -> None:
@@ -189,8 +190,6 @@ def test_moving_average(tmp_path: Path) -> None:
 def test_schedule_free_ships_the_average_and_goes_on_from_the_iterate(tmp_path: Path) -> None:
     train(tiny(tmp_path, optim=OptimConfig(name="schedule-free", lr=1e-3, warmup=0)))
     found = checkpoint.read(tmp_path / "checkpoints" / "step-000002")
-    from safetensors.torch import load_file
-
     shipped, iterate = load_file(found.model_folder / "model.safetensors"), found.tensors("parameters")
     z = found.tensors("optimizer")
     for name, y in iterate.items():
@@ -208,3 +207,18 @@ def test_failed_is_one_line(tmp_path: Path) -> None:
     assert "unknown algorithm 'nope'" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.setup
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
+    train(tiny(tmp_path, steps=1))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with locked(tmp_path), pytest.raises(Failed, match=f"^another process is training in {tmp_path}$"):
+        train(tiny(tmp_path), resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert train(tiny(tmp_path), resume=True)["step"] == 2  # and the lock is gone with its holder
+
+
+def test_a_mistake_leaves_no_folder_behind(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="unknown task"):
+        train(tiny(tmp_path / "new", task=replace(Config().task, name="nothing")))
+    assert not (tmp_path / "new").exists()
