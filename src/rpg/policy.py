@@ -67,6 +67,12 @@ class Policy:
         found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) else None
 
+    @property
+    def unknown_ids(self) -> set[int]:
+        """Tokens that stand for text the tokenizer has no token for."""
+        padding = {self.tokenizer.pad_token_id} - {self.tokenizer.eos_token_id}
+        return (padding | {self.tokenizer.unk_token_id}) - {None}
+
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Those that are trained, by name."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

@@ -6,10 +6,12 @@ attention interface and keeps keys and values in a cache works; prompts of a gro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -269,9 +271,12 @@ class _Batch:
         self.cache = SlotCache(slots, max(map(len, prompts)) + how.max_new_tokens)
         self.cache.position_A = self._tensor([])
         self.ends = self._tensor(end_ids)
-        self.uniform = torch.stack(
-            [torch.from_numpy(uniforms(seed, r // n, r % n, how.max_new_tokens)) for r in range(total)]
-        ).to(self.device)
+        seen: Counter[tuple[int, ...]] = Counter()  # a prompt that comes again goes on with other numbers
+        rows = []
+        for prompt in map(tuple, prompts):
+            rows += [uniforms(seed, prompt, seen[prompt] + j, how.max_new_tokens) for j in range(n)]
+            seen[prompt] += n
+        self.uniform = torch.from_numpy(np.stack(rows)).to(self.device)
         self.tokens = torch.zeros(total, how.max_new_tokens, dtype=torch.long, device=self.device)
         self.logp = torch.zeros(total, how.max_new_tokens, device=self.device)
         self.length = torch.zeros(total, dtype=torch.long, device=self.device)
@@ -316,14 +321,21 @@ class _Batch:
         return self._forward(ids, position, last)
 
     def _forward(self, ids: Tensor, position: Tensor, last: Tensor | None = None) -> Tensor:
-        """Logits [B,V] after each row's last token: the whole model's, which may scale or cap those of its head."""
-        last = self._tensor([0]).repeat(len(ids)) if last is None else last
-        kept, at = last.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        logits: Tensor = self.model(
-            input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True, logits_to_keep=kept
-        ).logits
-        at = at if logits.shape[1] == len(kept) else last  # a model that does not know logits_to_keep gives them all
-        return logits[torch.arange(len(ids), device=self.device), at]
+        """Logits [B,V] after each row's last token: the whole model's, which may scale or cap those of its head.
+
+        The head sees that one state of each row: logits of whole prompts would be the largest tensor of all.
+        """
+        row, last = torch.arange(len(ids), device=self.device), last if last is not None else self._tensor([0])
+        choose = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, args: (args[0][row, last, None],)
+        )
+        try:
+            logits: Tensor = self.model(
+                input_ids=ids, position_ids=position, past_key_values=self.cache, use_cache=True
+            ).logits
+        finally:
+            choose.remove()
+        return logits[:, 0] if logits.shape[1] == 1 else logits[row, last]
 
     def step(self) -> None:
         """One more token for every live row."""
@@ -365,6 +377,6 @@ class _Batch:
         lengths, ended = self.length.tolist(), self.ended.tolist()
         if not bool(self.logp.isfinite().all()):
             raise NotFinite("the model's logits are not finite: its weights, or a number on the way, overflowed")
-        tokens, logp = self.tokens.tolist(), self.logp.tolist()
-        flat = [Rollout(tokens[r][:t], logp[r][:t], ended[r]) for r, t in enumerate(lengths)]
+        tokens, logp = self.tokens.cpu(), self.logp.cpu()
+        flat = [Rollout(tokens[r, :t].tolist(), logp[r, :t].tolist(), ended[r]) for r, t in enumerate(lengths)]
         return [flat[i : i + self.n] for i in range(0, len(flat), self.n)]

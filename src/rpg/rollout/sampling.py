@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def uniforms(seed: int, prompt: int, sample: int, count: int) -> np.ndarray:
-    """The numbers in [0, 1) that decide the tokens of one response, on every machine and in every batch the same."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, prompt, sample)))).random(count)
+def uniforms(seed: int, prompt: Sequence[int], sample: int, count: int) -> np.ndarray:
+    """The numbers in [0, 1) that decide the tokens of one response: of the seed, the prompt's tokens and the sample."""
+    name = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+    entropy = (seed, int.from_bytes(name, "little"), sample)
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy))).random(count)
 
 
 def truncate(logits_BV: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:

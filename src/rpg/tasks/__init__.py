@@ -26,8 +26,10 @@ def load_task(name: str, seed: int = 0, test: str | None = None) -> Task:
     task = _load(name, seed)
     if test is None:
         return task
-    other = load_file(test) if test.endswith(FILES) else _load(test, seed).test
-    return replace(task, test=other)
+    if test.endswith(FILES):
+        return replace(task, test=load_file(test), test_name=Path(test).stem)
+    other = _load(test, seed)
+    return replace(task, test=other.test, test_name=other.name)
 
 
 def _load(name: str, seed: int) -> Task:

@@ -29,3 +29,9 @@ class Task:
     test: Sequence[Problem]
     reward: Reward | Callable[[str, str, str], float]
     trusted: bool = False  # the reward cannot hang or crash: it is called directly, not in a process of its own
+    test_name: str = ""  # of the held-out problems, where they are another task's
+
+    @property
+    def evaluated(self) -> str:
+        """What evaluations are named after."""
+        return self.test_name or self.name

@@ -55,7 +55,7 @@ def run_train(args: argparse.Namespace) -> int:
         print(f"rpg train: {error}", file=sys.stderr)
         return 2 if error.setup else 1
     print(_closing(summary, config))
-    return next((code for name, code in SIGNALS.items() if f"stopped by {name}" in summary["message"]), 0)
+    return SIGNALS.get(summary["stopped_by"], 0)
 
 
 def _closing(summary: dict[str, Any], config: Config) -> str:
@@ -78,7 +78,10 @@ def add_eval(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="mean@k and pass@k of a model or a run on held-out problems",
-        description="mean@k and unbiased pass@k on held-out problems, with 95 %% intervals.",
+        usage="rpg eval MODEL_OR_RUN [--task NAME_OR_FILE] [--k K] [--problems N] [--checkpoint best|last|N] [--json] "
+        "[--section.key VALUE …]",
+        description="mean@k and unbiased pass@k on held-out problems, with 95 %% intervals. Of the settings of rpg "
+        "train those of task, rollout and eval, the device and the dtype have a meaning here.",
     )
     parser.add_argument(
         "model", metavar="MODEL_OR_RUN", help="builtin, a Hugging Face folder, a hub id, or a run's folder"
@@ -93,8 +96,8 @@ def add_eval(commands: Any) -> None:
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the run's, else 80")
     parser.add_argument("--reward", metavar="FILE:NAME", help="reward function of your own")
     parser.add_argument("--checkpoint", default="best", metavar="best|last|N", help="which of a run's (default best)")
-    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda …")
     parser.add_argument("--json", action="store_true", help="as JSON")
+    add_flags(parser, Config)
     parser.set_defaults(run=run_eval)
 
 
@@ -116,10 +119,10 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _eval_config(args: argparse.Namespace) -> Config:
-    config = Config()
+    flags = given(args, Config)
     run = Path(args.model)
+    config = build(Config, file=run / "config.yaml" if (run / "config.yaml").is_file() else None, flags=flags)
     if (run / "config.yaml").is_file():
-        config = build(Config, file=run / "config.yaml")
         config = replace(config, model=str(_checkpoint(run, args.checkpoint) / "model"))
     elif (run / "model" / "config.json").is_file():
         config = replace(config, model=str(run / "model"))
@@ -134,7 +137,7 @@ def _eval_config(args: argparse.Namespace) -> Config:
     chosen = {"temperature": args.temperature, "top_p": args.top_p}
     evaluation = replace(config.eval, k=args.k, problems=args.problems, **_set(chosen))
     rollout = replace(config.rollout, **_set({"max_new_tokens": args.max_new_tokens}))
-    return replace(config, task=task, eval=evaluation, rollout=rollout, device=args.device)
+    return replace(config, task=task, eval=evaluation, rollout=rollout)
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:
@@ -178,9 +181,7 @@ def _show(found: Evaluation, config: Config) -> None:
     for name, value in rows.items():
         table.add_row(name, f"{value.mean:.1%}", f"{value.low:.1%} – {value.high:.1%}")
     with printed() as to:
-        to.print(
-            f"{config.model}, {config.eval.problems} problems × {found.k}, temperature {config.eval.temperature:g}"
-        )
+        to.print(f"{config.model}, {found.problems} problems × {found.k}, temperature {config.eval.temperature:g}")
         to.print(table)
         if len(found.by_level) > 1:
             to.print("by level: " + "  ".join(f"{level}: {mean:.1%}" for level, mean in found.by_level.items()))

@@ -12,7 +12,7 @@ from ..rollout import Engine, NativeEngine
 from ..tasks import Problem, Scorer, load_task
 from .config import Config
 from .experience import SOLVED, encode_prompt
-from .parts import check_fit, held_out, make_scorer, pick_device
+from .parts import check_fit, held_out, make_scorer, pick_device, pick_dtype
 from .randomness import stream
 
 Z = 1.959963984540054  # of a 95 % interval
@@ -47,6 +47,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 @dataclass(frozen=True)
 class Evaluation:
     task: str
+    problems: int
     k: int
     mean: Estimate
     passed: dict[int, Estimate]  # pass@k for k = 1, 2, 4, …
@@ -103,6 +104,7 @@ def evaluate(
     ks = sorted({1, how.k} | {2**i for i in range(20) if 2**i <= how.k})
     return Evaluation(
         task=task,
+        problems=len(problems),
         k=how.k,
         mean=estimate([count / how.k for count in counts]),
         passed={k: estimate([pass_at_k(count, how.k, k) for count in counts]) for k in ks},
@@ -131,9 +133,9 @@ def evaluate(
 def evaluate_model(config: Config) -> Evaluation:
     """``rpg eval``: a model on the held-out problems of a task."""
     task = load_task(config.task.name, config.seed, config.task.test)
-    policy = Policy.load(config.model, device=pick_device(config.device), temperature=1.0)
+    policy = Policy.load(config.model, device=pick_device(config.device), dtype=pick_dtype(config.dtype))
     engine = NativeEngine(policy.model, policy.tokenizer, config.rollout.slots)
     problems = held_out(task, config)
     check_fit(policy, problems, config)
     with make_scorer(config, task) as scorer:
-        return evaluate(policy, engine, scorer, task.name, problems, config)
+        return evaluate(policy, engine, scorer, task.evaluated, problems, config)

@@ -45,8 +45,8 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Whether the rewards differ: without that, group baselines leave nothing to learn."""
-        return max(r.reward for r in self.responses) - min(r.reward for r in self.responses) > 1e-9
+        """Whether the reward function told responses apart; a penalty on their length alone is nothing to learn."""
+        return max(r.score for r in self.responses) - min(r.score for r in self.responses) > 1e-9
 
     def share_solved(self) -> float:
         return sum(r.score > SOLVED for r in self.responses) / len(self.responses)

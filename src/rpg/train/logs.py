@@ -207,6 +207,9 @@ class RunLogs:
         self.folder = Path(folder)
         self._warn = warn
         self._trackers: list[Tracker] = []
+        trackers = {"wandb": (config.wandb, Wandb), "trackio": (config.trackio, Trackio)}
+        asked = {name: (project, kind) for name, (project, kind) in trackers.items() if project}
+        modules = {name: _import(name) for name in asked}  # mistakes are told before anything is started
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
         self._samples = MetricsFile(self.folder / "samples.jsonl")
         logged = -1
@@ -218,9 +221,6 @@ class RunLogs:
             logged = self._metrics.last_step()
             self._metrics.truncate_after(resume)
             self._samples.truncate_after(resume)
-        trackers = {"wandb": (config.wandb, Wandb), "trackio": (config.trackio, Trackio)}
-        asked = {name: (project, kind) for name, (project, kind) in trackers.items() if project}
-        modules = {name: _import(name) for name in asked}  # mistakes are told before anything is started
         ids = self._ids(list(asked), new=resume is None)
         start = Start(self.folder, run_name, config_dict, ids, resume, logged)
         if config.tensorboard:

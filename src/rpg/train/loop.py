@@ -31,7 +31,7 @@ from .evaluate import evaluate
 from .experience import Collector, Cursor, Experience, PromptTooLong
 from .logs import RunLogs, write_summary, write_whole
 from .optim import ScheduleFreeAdamW, averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
-from .parts import check_fit, check_train, held_out, make_scorer, pick_device, resolve
+from .parts import check_fit, check_train, held_out, make_scorer, pick_device, pick_dtype, resolve, warnings_about
 from .reference import Reference, batch_logp, rule_of
 from .settings import flat, to_yaml
 from .stopping import Stop
@@ -47,6 +47,7 @@ EXPECTED = (
     NotFinite,
     OSError,
     SafetensorError,
+    torch.OutOfMemoryError,
 )  # one line each
 # what may differ when a run is resumed
 FREE = (
@@ -90,9 +91,15 @@ def _set_up(
 
     found = None
     if resume:
+        if not (folder / "config.yaml").exists():
+            raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
         stack.enter_context(locked(folder))
         found = checkpoint.load(folder / "checkpoints", warn)
-    elif (folder / "metrics.jsonl").exists():
+        if found is None and checkpoint.found(folder / "checkpoints"):
+            raise ValueError(
+                f"no checkpoint in {folder} is whole: nothing to resume from (a new run needs a new --output)"
+            )
+    elif (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
         raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
     trainer = stack.enter_context(Trainer(config, folder, view, found))
     if not resume:  # no mistake up to here: now there may be a folder
@@ -138,8 +145,10 @@ class Trainer:
         if found is not None:
             self._check_settings(found)
         self.algorithm = resolve(config)
+        for text in warnings_about(self.algorithm, config):
+            self._warn(text)
         self.task: Task = load_task(config.task.name, config.seed, config.task.test)
-        dtype = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+        dtype = pick_dtype(config.dtype)
         sampling = config.rollout
         device = pick_device(config.device)
         weights = config.model if found is None else str(found.model_folder)
@@ -257,13 +266,17 @@ class Trainer:
 
         last = step == self.config.steps or self.starved >= MAX_STARVED
         due = self.config.eval.every and step % self.config.eval.every == 0
+        best = False  # until now, and worth keeping
         if (due or last) and not self._hopeless:
             start = time.perf_counter()
             row |= self._evaluate(step, logs)
             seconds["eval"] = time.perf_counter() - start
+            best = self.config.checkpoint.best and best_of(self.evals)["step"] == step
         whole = time.perf_counter() - begin
         row |= {f"time/{name}": value for name, value in seconds.items()} | {"time/step": whole}
-        row |= {"speed/tokens_per_s": row["tokens"] / whole} | memory_metrics(self.policy.device)
+        row |= {"speed/tokens_per_s": row["tokens"] / (whole - seconds.get("eval", 0.0))} | memory_metrics(
+            self.policy.device
+        )
         row = {"step": step, **row}
         logs.metrics(row)
         self.view.step(row)
@@ -273,7 +286,7 @@ class Trainer:
                 f"Their batches are in {self.folder / 'bad'}; lower optim.lr, or look at the rewards"
             )
         every = self.config.checkpoint.every
-        if (every and step % every == 0) or last:
+        if (every and step % every == 0) or best or last:
             self.save(logs)
 
     @property
@@ -307,7 +320,13 @@ class Trainer:
     def _evaluate(self, step: int, logs: RunLogs) -> dict[str, float]:
         with averaged_weights(self.optimizer):
             found = evaluate(
-                self.policy, self.engine, self.scorer, self.task.name, self.problems, self.config, watch=self.view.stage
+                self.policy,
+                self.engine,
+                self.scorer,
+                self.task.evaluated,
+                self.problems,
+                self.config,
+                watch=self.view.stage,
             )
         logs.samples(step, found.samples)
         self.collector.count(found.failures)
@@ -406,6 +425,8 @@ class Trainer:
 
 def _text(error: BaseException) -> str:
     """In one line; of an error that nobody expects, with its name."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the device is out of memory: lower optim.micro_tokens (training) or rollout.slots (sampling)"
     text = " ".join(str(error).split())
     return text if isinstance(error, (Failed, *EXPECTED)) and text else f"{type(error).__name__}: {text}"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..algorithms import Algorithm, algorithm
+from ..clipping import Unweighted
+from ..mismatch import MIS, TIS, IcePop, Mismatch, SequenceMask
+from ..names import one_of
 from ..policy import Policy
 from ..tasks import ENDLESS, Problem, Scorer, Task
 from .config import Config
@@ -28,7 +31,14 @@ def make_scorer(config: Config, task: Task) -> Scorer:
 
 def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> None:
     """Prompts and responses have to fit into the model."""
-    longest = max(len(encode_prompt(policy, problem, config)) for problem in problems)
+    longest, unknown = 0, policy.unknown_ids
+    for problem in problems:
+        ids = encode_prompt(policy, problem, config)
+        longest = max(longest, len(ids))
+        if unknown.intersection(ids):
+            raise ValueError(
+                f"the model's tokenizer does not know all characters of the prompt {problem.prompt[:60]!r}"
+            )
     new, context = config.rollout.max_new_tokens, policy.context
     if context is not None and longest + new > context:
         raise ValueError(
@@ -36,16 +46,63 @@ def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> No
         )
 
 
+MISMATCH: dict[str, Mismatch] = {"tis": TIS(), "icepop": IcePop(), "mis": MIS(), "sequence-mask": SequenceMask()}
+
+
 def resolve(config: Config) -> Algorithm:
     """The preset with the run's options; Dr.GRPO's constant is the run's own longest response unless it is given."""
+    options = dict(config.loss)
+    if isinstance(rule := options.get("mismatch"), str):
+        one_of("loss.mismatch", rule, MISMATCH)
+        options["mismatch"] = MISMATCH[rule]
     try:
-        chosen = algorithm(config.algorithm, **config.loss)
-    except TypeError as error:  # a value of another type than the option's
-        given = ", ".join(f"loss.{key}={value!r}" for key, value in config.loss.items())
+        chosen = algorithm(config.algorithm, **options)
+        if chosen.loss.reduction == "constant" and "constant" not in options:
+            chosen = algorithm(config.algorithm, **options, constant=float(config.rollout.max_new_tokens))
+        one_of("loss.reference", chosen.reference, ("old", "initial"))
+        _try_out(chosen, config.rollout.prompts, config.rollout.samples)
+    except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
+        given = ", ".join(f"loss.{key}={value!r}" for key, value in options.items())
         raise ValueError(f"{config.algorithm} cannot have {given}: {error}") from error
-    if chosen.loss.reduction == "constant" and "constant" not in config.loss:
-        chosen = algorithm(config.algorithm, **config.loss, constant=float(config.rollout.max_new_tokens))
     return chosen
+
+
+def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
+    """Two groups of two tokens, so that a combination which cannot be trained is known before anything is sampled."""
+    if samples < 2 and chosen.advantage.kind in ("group-mean", "group-mean-std", "leave-one-out"):
+        raise ValueError(f"{chosen.name} compares the responses to a prompt: rollout.samples must be at least 2")
+    if prompts * samples < 2 and (chosen.advantage.kind == "batch-whitening" or chosen.advantage.whiten):
+        raise ValueError(f"{chosen.name} compares the responses of a step: it needs at least 2")
+    if chosen.loss.reduction == "none":
+        raise ValueError("loss.reduction=none leaves no number to differentiate")
+    if chosen.curvature_gate and chosen.loss.level != "token":
+        raise ValueError("the curvature gate works on tokens: loss.level must be token")
+    if "keep" in chosen.loss.needs and not chosen.curvature_gate:
+        raise ValueError("loss.needs=keep goes with the curvature gate of capo")
+    group = torch.arange(2).repeat_interleave(samples)
+    logp = torch.full((2 * samples, 2), -1.0, requires_grad=True)
+    mask, old = torch.ones(2 * samples, 2, dtype=torch.bool), logp.detach()
+    rewards = (torch.arange(2 * samples) % 2).float()
+    advantage = chosen.advantage(rewards, group, mask=mask, old_logp=old, ref_logp=old, greedy_rewards=rewards)
+    keep = mask if chosen.curvature_gate else None
+    chosen.loss(logp, old, advantage, mask, ref_logp=old, rollout_logp=old, keep=keep, groups=group)
+
+
+def warnings_about(chosen: Algorithm, config: Config) -> Iterator[str]:
+    """What is allowed, but seldom meant."""
+    optim, rollout, loss = config.optim, config.rollout, chosen.loss
+    if isinstance(loss.clip, Unweighted) and loss.divergence == "none" and optim.minibatches * optim.epochs > 1:
+        yield (
+            f"{chosen.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
+            "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield "with top-p or top-k the ratios of policy to sampler start below 1, and a clip takes that for drift"
+    if config.dtype == "bfloat16":
+        yield "bfloat16 weights: an update smaller than a 256th of its weight is lost; float32 keeps it"
+    has_kl = (loss.divergence != "none" and loss.beta > 0) or chosen.advantage.beta > 0
+    if config.reference.update != "auto" and not has_kl:
+        yield f"reference.update={config.reference.update} has no effect: {chosen.name} has no KL term"
 
 
 def pick_device(name: str) -> torch.device:
@@ -57,6 +114,10 @@ def pick_device(name: str) -> torch.device:
             raise ValueError(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(name: str) -> torch.dtype:
+    return {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def held_out(task: Task, config: Config) -> list[Problem]:

@@ -30,6 +30,7 @@ def summarise(run: Trainer, status: str, message: str) -> dict[str, Any]:
         "step": run.done,
         "status": status,
         "message": message,
+        "stopped_by": run.stop.by if status == "stopped" else None,
         "started": run.started,
         "seconds": run.seconds(),
         "tokens_total": run.tokens_total,
@@ -45,7 +46,7 @@ def summarise(run: Trainer, status: str, message: str) -> dict[str, Any]:
     }
     if run.evals:
         first, last, best = run.evals[0], run.evals[-1], best_of(run.evals)
-        found["eval"][run.task.name] = {
+        found["eval"][run.task.evaluated] = {
             "metric": f"mean@{config.eval.k}",
             "first": first["mean"],
             "last": last["mean"],

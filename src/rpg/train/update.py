@@ -22,12 +22,13 @@ from .config import Config
 from .optim import clip_gradients, learning_rate
 from .randomness import permutation
 
-LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # over micro-batches the largest counts; of the others the mean
+LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # the largest counts; of the others the mean
 NO_MEAN = ("tokens", "sequences")
+WHOLE = 2**62  # tokens of a micro-batch that is all of the optimiser step
 
 
 class Means:
-    """Metrics of micro-batches -> metrics of the step, weighted by tokens."""
+    """Metrics of optimiser steps -> metrics of the step, weighted by tokens."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
@@ -65,6 +66,8 @@ class Updater:
         self.config, self.algorithm, self.policy, self.optimizer = config, algorithm, policy, optimizer
         if algorithm.curvature_gate and not policy.linear:
             raise ValueError(f"{algorithm.name} needs a model with a plain linear head, without bias, scale or cap")
+        if algorithm.curvature_gate and config.optim.name != "adamw":
+            raise ValueError(f"{algorithm.name} needs optim.name=adamw: its gate reads AdamW's second moments")
         self.folder, self.watch = folder, watch
         self.bad_steps = 0
         self.messages: list[str] = []
@@ -72,6 +75,11 @@ class Updater:
     @property
     def steps_a_batch(self) -> int:
         return self.config.optim.minibatches * self.config.optim.epochs
+
+    def _minibatches(self, responses: int) -> int:
+        """As many as the responses make of the usual size: a batch that came out short is not stretched."""
+        usual = self.config.rollout.prompts * self.config.rollout.samples
+        return max(1, round(self.config.optim.minibatches * responses / usual))
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimiser steps over one batch; step counts from 1."""
@@ -81,9 +89,9 @@ class Updater:
         number = (step - 1) * self.steps_a_batch
         for epoch in range(optim.epochs):
             order = torch.from_numpy(permutation(len(batch), self.config.seed, "minibatches", step, epoch))
-            for part in order.to(batch.ids_BL.device).tensor_split(optim.minibatches):
-                if self.bad_steps >= optim.max_bad_steps or not len(part):
-                    continue
+            for part in order.to(batch.ids_BL.device).tensor_split(self._minibatches(len(batch))):
+                if self.bad_steps >= optim.max_bad_steps:
+                    break
                 minibatch = batch.rows(part)
                 self.watch(f"training {number % self.steps_a_batch + 1}/{self.steps_a_batch}")
                 lr = learning_rate(optim, number, total)
@@ -108,48 +116,67 @@ class Updater:
         return metrics | means.result() | {"lr": lr, "skipped": skipped}
 
     def _gradients(self, batch: Batch, means: Means, first: bool) -> tuple[float, dict[str, float]]:
-        """Accumulated over micro-batches; the sum of their losses, and the engine's mismatch where it can be seen."""
-        parts = [batch.rows(index) for index in micro_batches(batch, self.config.optim.micro_tokens)]
-        rule = self._fitted(parts)
-        denominator = rule.step_denominator(*(part.mask_BT for part in parts))
-        loss, log_rhos = 0.0, []
-        for part in parts:
+        """Accumulated over micro-batches; the sum of their losses, and the engine's mismatch where it can be seen.
+
+        The metrics are those of the whole optimiser step, however it was cut.
+        """
+        tokens = WHOLE if self.algorithm.loss.control_variate else self.config.optim.micro_tokens
+        cuts = list(micro_batches(batch, tokens))
+        rule = self._fitted([batch.rows(index) for index in cuts])
+        denominator = rule.step_denominator(batch.mask_BT)
+        logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
+        keep_BT = torch.ones_like(batch.mask_BT) if self.algorithm.curvature_gate else None
+        loss = 0.0
+        for index in cuts:
+            part = batch.rows(index)
             scored = self.policy.score(part.ids_BL, part.start_B, part.mask_BT)
-            keep = self._keep(rule, part, scored, denominator) if self.algorithm.curvature_gate else None
-            out = self._loss(rule, part, scored, denominator, keep)
+            keep = None if keep_BT is None else self._keep(rule, part, scored, denominator)
+            out = self._loss(rule, part, scored.logp_BT, scored.entropy_BT, denominator, keep)
             out.loss.backward()  # type: ignore[no-untyped-call]
             loss += float(out.loss.detach())
-            gated = {} if keep is None else {"clip/gated": (~keep)[part.mask_BT].float().mean()}
-            means.add(out.metrics | gated)
-            if first and part.rollout_logp_BT is None:
-                log_rhos.append((scored.logp_BT.detach() - part.old_logp_BT)[part.mask_BT])
-        return loss, self._mismatch(log_rhos)
+            width = part.mask_BT.shape[1]
+            logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT
+            if keep_BT is not None and keep is not None:
+                keep_BT[index, :width] = keep
+        with torch.no_grad():
+            metrics = self._loss(rule, batch, logp_BT, entropy_BT, denominator, keep_BT).metrics
+            if keep_BT is not None:
+                metrics = metrics | {"clip/gated": (~keep_BT)[batch.mask_BT].float().mean()}
+            means.add(metrics)
+        return loss, self._mismatch(batch, logp_BT) if first else {}
 
-    def _mismatch(self, log_rhos: list[Tensor]) -> dict[str, float]:
+    def _mismatch(self, batch: Batch, logp_BT: Tensor) -> dict[str, float]:
         """Before the first optimiser step the policy is the one that sampled: what differs is the engine.
 
-        With top-p or top-k it is also the truncation, and nothing is reported.
+        With top-p or top-k it is also the truncation, and nothing is reported; where old_logp was computed anew, the
+        loss reports it.
         """
         sampling = self.config.rollout
-        if not log_rhos or sampling.top_p < 1 or sampling.top_k > 0:
+        if batch.rollout_logp_BT is not None or sampling.top_p < 1 or sampling.top_k > 0:
             return {}
-        log_rho = torch.cat(log_rhos)
+        log_rho = (logp_BT - batch.old_logp_BT)[batch.mask_BT]
         found = {"mismatch/max_log_ratio": float(log_rho.abs().max()), "mismatch/kl": float(k3(log_rho).mean())}
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def _loss(
-        self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float, keep: Tensor | None
+        self,
+        rule: PolicyLoss,
+        part: Batch,
+        logp_BT: Tensor,
+        entropy_BT: Tensor,
+        denominator: float,
+        keep: Tensor | None,
     ) -> LossOutput:
         assert part.advantage is not None
         return rule(
-            scored.logp_BT,
+            logp_BT,
             part.old_logp_BT,
             part.advantage,
             part.mask_BT,
             ref_logp=part.ref_logp_BT,
             rollout_logp=part.rollout_logp_BT,
             denominator=denominator,
-            entropy=scored.entropy_BT,
+            entropy=entropy_BT,
             keep=keep,
             groups=part.group_B,
         )
@@ -177,7 +204,7 @@ class Updater:
         head = self.policy.head()
         assert scored.hidden_NH is not None
         assert part.advantage is not None
-        hidden_NH = scored.hidden_NH.detach()
+        hidden_NH = scored.hidden_NH.detach() / self.policy.temperature
         row_N, t_N = part.mask_BT.nonzero(as_tuple=True)
         advantage_N = part.advantage[row_N, t_N] if part.advantage.dim() == 2 else part.advantage[row_N]
         share_B = torch.full_like(part.reward_B, 1 / denominator)
@@ -190,7 +217,7 @@ class Updater:
             beta = self.config.optim.betas[1]
             scale = 1 / ((second / (1 - beta ** float(state["step"]))).sqrt() + 1e-8)
         kept_N = curvature_keep(
-            hidden_NH @ head.T / self.policy.temperature,
+            hidden_NH @ head.T,
             hidden_NH,
             part.ids_BL[row_N, part.start_B[row_N] + t_N],
             advantage_N * share_B[row_N],
