@@ -96,8 +96,19 @@ def test_sample_j_of_prompt_i_does_not_depend_on_the_slots(llama):
         assert a.logp == pytest.approx(c.logp, abs=1e-5)
 
 
+def test_the_order_of_the_prompts_does_not_matter(llama):
+    run = engine(llama, 7)
+    there = run.generate(PROMPTS, n=3, max_new_tokens=10, seed=4)
+    back = run.generate(PROMPTS[::-1], n=3, max_new_tokens=10, seed=4)
+    assert [[r.tokens for r in group] for group in back[::-1]] == [[r.tokens for r in group] for group in there]
+    twice = run.generate([PROMPTS[2], PROMPTS[0], PROMPTS[2]], n=3, max_new_tokens=10, seed=4)
+    six = run.generate([PROMPTS[2]], n=6, max_new_tokens=10, seed=4)[0]
+    assert [r.tokens for r in twice[0] + twice[2]] == [r.tokens for r in six]  # not the same three again
+    assert [r.tokens for r in six[:3]] != [r.tokens for r in six[3:]]
+
+
 def test_sample_j_of_prompt_i_does_not_depend_on_the_other_prompts_nor_on_n(llama):
-    """It is a function of the seed, of i, of j and of the prompt's own tokens."""
+    """It is a function of the seed, of j and of the prompt's own tokens."""
     run = engine(llama, 7)
     whole = run.generate(PROMPTS, n=6, max_new_tokens=10, seed=4)
     others = [[20, 21, 22], [30] * 9, PROMPTS[2], [1, 2], [2]]

@@ -10,7 +10,7 @@ import tiny
 from rpg import clip
 from rpg.policy import Policy
 from rpg.train.batch import make_batch, micro_batches, with_advantages
-from rpg.train.config import Config, OptimConfig
+from rpg.train.config import Config, OptimConfig, RolloutConfig
 from rpg.train.optim import make_optimizer
 from rpg.train.reference import batch_logp
 from rpg.train.update import Means, Updater, prepared
@@ -143,7 +143,8 @@ def chosen(name):
 
 
 def updater(policy, algorithm, tmp_path, **optim):
-    config = Config(algorithm=algorithm.name, optim=OptimConfig(**optim))
+    sizes = RolloutConfig(prompts=3, samples=4)  # those of tiny.groups
+    config = Config(algorithm=algorithm.name, rollout=sizes, optim=OptimConfig(**optim))
     return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), tmp_path)
 
 

@@ -93,7 +93,7 @@ def test_a_file_of_problems(train: Command, home: Path) -> None:
     answers = {"2+3\n": "5", "4+4\n": "8", "9-2\n": "7", "6+1\n": "7", "3*3\n": "9", "8-5\n": "3"}
     assert all(answers[row["prompt"]] == row["answer"] for row in rows if row["split"] == "train")
     assert {row["prompt"] for row in rows if row["split"] == "eval"} == {"1+1\n", "5+5\n"}
-    assert "eval/data/mean@8" in metrics(home / "run")[0]
+    assert "eval/test/mean@8" in metrics(home / "run")[0]  # named after what it is evaluated on
     for row in rows:  # the built-in model ends in "answer 5", which is what verify looks for
         said = row["response"].rpartition("answer ")[2].strip()
         assert (row["reward"] > 0.5) == (row["finished"] and said == row["answer"]), row
@@ -207,6 +207,16 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown section": (["--config", "section.yaml"], ["section.yaml: unknown key 'rolout'", "'rollout'?"]),
     "unknown key": (["--config", "key.yaml"], ["key.yaml: unknown key 'rollout.temprature'", "'rollout.temperature'?"]),
     "wrong type": (["--config", "type.yaml"], ["type.yaml", "steps must be a whole number", "'many'"]),
+    "one response a group": (["--algorithm", "rloo", "--rollout.samples", "1"], ["rollout.samples must be at least 2"]),
+    "no reduction": (["--loss.reduction", "none"], ["loss.reduction=none leaves no number"]),
+    "tokens at sequence level": (["--algorithm", "rloo", "--loss.advantage", "reward-to-go"], ["level='sequence'"]),
+    "a gate of sequences": (["--algorithm", "gspo", "--loss.curvature_gate", "true"], ["loss.level must be token"]),
+    "a gate that is not there": (["--loss.needs", "[keep]"], ["curvature gate of capo"]),
+    "a loss that is none": (["--loss.loss", "3"], ["cannot have loss.loss=3"]),
+    "unknown reference": (["--loss.reference", "nonsense"], ["unknown loss.reference 'nonsense'"]),
+    "unknown mismatch rule": (["--loss.mismatch", "tos"], ["Did you mean 'tis'?"]),
+    "capo without AdamW": (["--algorithm", "capo", "--optim.name", "schedule-free"], ["capo needs optim.name=adamw"]),
+    "unknown characters": (["--task.name", "english.jsonl"], ["does not know all characters", "What is "]),
     "wrong type of a flag": (["--optim.lr", "fast"], ["--optim.lr", "must be a number", "'fast'"]),
     "unknown flag": (["--rollout.temperatur", "1"], ["did you mean --rollout.temperature?"]),
     "no such choice": (["--optim.name", "adam"], ["must be one of adamw, schedule-free"]),
@@ -256,6 +266,8 @@ def test_mistakes(train: Command, home: Path, name: str) -> None:
     (home / "malformed.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+2", \n')
     (home / "lacks.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n\n{"prompt": "1+2"}\n')
     (home / "empty.jsonl").write_text("")
+    english = [{"prompt": f"What is {n}+2?", "answer": str(n + 2)} for n in range(2, 4)]
+    (home / "english.jsonl").write_text("".join(json.dumps(row) + "\n" for row in english))
     (home / "one.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     long = json.dumps({"prompt": "1" + "+1" * 300, "answer": "301"})
     (home / "long.jsonl").write_text(DATA + long + "\n")

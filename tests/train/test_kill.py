@@ -183,6 +183,12 @@ def test_every_checkpoint_damaged(server: Server, home: Path, stopped: tuple[Pat
     shutil.copytree(killed, folder)
     for model in (folder / "checkpoints").glob("*/model/model.safetensors"):
         model.write_bytes(b"")
+    before = (folder / "metrics.jsonl").read_bytes()
+    job = server.start("train", "--resume", "--output", folder, cwd=home).wait()
+    assert job.code == 2, job.text
+    assert f"no checkpoint in {folder} is whole" in job.text
+    assert (folder / "metrics.jsonl").read_bytes() == before  # nothing is thrown away
+    shutil.rmtree(folder / "checkpoints")  # as if killed before the first one
     job = server.start("train", "--resume", "--output", folder, cwd=home).wait()
     assert job.code == 0, job.text
     assert "starting from the beginning" in job.out

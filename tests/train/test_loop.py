@@ -222,3 +222,19 @@ def test_a_mistake_leaves_no_folder_behind(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="unknown task"):
         train(tiny(tmp_path / "new", task=replace(Config().task, name="nothing")))
     assert not (tmp_path / "new").exists()
+
+
+def test_the_best_is_kept_also_between_checkpoints(tmp_path: Path) -> None:
+    changes = {"eval": EvalConfig(every=1, problems=8, k=2), "checkpoint": CheckpointConfig(every=0, keep=1)}
+    train(tiny(tmp_path, steps=4, **changes))
+    saved = {int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*")}
+    scores = {row["step"]: row["eval/arithmetic/mean@2"] for row in rows(tmp_path)}
+    best = max(scores, key=lambda step: (scores[step], step))
+    assert saved == {4, best} - {0}
+
+
+def test_a_tracker_that_is_not_there_leaves_no_run_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(Failed, match=r"log\.wandb needs"):
+        train(tiny(tmp_path / "run", log=LogConfig(wandb="p", tensorboard=False, report=False, view="none")))
+    assert train(tiny(tmp_path / "run", steps=1))["status"] == "finished"

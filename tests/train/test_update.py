@@ -26,7 +26,8 @@ def make_policy(name="llama-tied", **how):
 
 def make_run(policy, folder, algorithm="reinforce", steps=4, **optim):
     algorithm = rpg.algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-    config = Config(steps=steps, optim=OptimConfig(**{"schedule": "constant", **optim}))
+    sizes = RolloutConfig(prompts=3, samples=4)  # those of tiny.groups
+    config = Config(steps=steps, rollout=sizes, optim=OptimConfig(**{"schedule": "constant", **optim}))
     return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), folder)
 
 

@@ -58,7 +58,7 @@ class Engine(Protocol):
         top_k: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
-        """For each prompt n responses. Sample j of prompt i depends on the seed, i and j, not on what else is sampled.
+        """For each prompt n responses. Sample j of a prompt depends on the seed, its tokens and j, on nothing else.
 
         ``progress`` is told how many responses are done.
         """
