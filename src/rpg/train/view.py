@@ -335,8 +335,8 @@ CELLS = (
     Cell("ESS", "ess", fixed(3), 0.0, 1.0),
     Cell("grad", "grad_norm", low=0.0),
     Cell("length", "length/mean", fixed(1), low=0.0),
-    Cell("cut off", "length/truncated", percent, low=0.0),
     Cell("tokens/s", "speed/tokens_per_s", low=0.0),
+    Cell("cut off", "length/truncated", percent, low=0.0),
     Cell("KL ref", "kl/ref"),
 )
 LABEL, VALUE, GAP = 9, 7, 3
