@@ -344,3 +344,13 @@ def test_a_model_without_an_end_token_is_refused():
 def test_an_empty_prompt_is_refused(llama):
     with pytest.raises(ValueError, match=r"^a prompt is empty[^\n]*$"):
         engine(llama).generate([[3], []])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-grouped", "gemma3-window"])
+def test_the_fused_kernel_agrees_too(name):
+    """Other devices and widths of number than the CPU's float32 take it."""
+    model = tiny.make(name, dtype=torch.float64)
+    found = engine(model, 3).generate(PROMPTS, n=3, max_new_tokens=14, seed=8)
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        for rollout in group:
+            assert rollout.logp == pytest.approx(forward_logp(model, prompt, rollout.tokens).tolist(), abs=1e-5)

@@ -122,12 +122,10 @@ def slot_attention(
             raise NotImplementedError(f"its attention has the option {name!r}, which is not known here")
     cache = _attending[-1]
     reading = cache.read is not None
-    mask: Tensor | None = None
     if not reading:
-        mask = cache.visible(sliding_window)
-        if query.device.type == "cpu" and query.dtype == torch.float32:
-            return _attend_plainly(query, key, value, mask, scaling), None
-    elif sliding_window is not None and key.shape[2] > sliding_window:
+        return _attend_to_slots(query, key, value, cache.visible(sliding_window), scaling), None
+    mask: Tensor | None = None
+    if sliding_window is not None and key.shape[2] > sliding_window:
         gap = torch.arange(key.shape[2], device=key.device)
         gap = gap[:, None] - gap[None, :]
         mask = (gap >= 0) & (gap < sliding_window)
@@ -136,19 +134,23 @@ def slot_attention(
         key,
         value,
         attn_mask=mask,
-        is_causal=reading and mask is None,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2), None
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """One token a row, where two products beat the fused kernel; heads that share keys are the rows of a product."""
+def _attend_to_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """One token a row. Heads that share keys stand in for the tokens of a query, so that no key is copied for them."""
     rows, heads, _, width = query.shape
-    query = query.reshape(rows, key.shape[1], -1, width) * (width**-0.5 if scaling is None else scaling)
-    weight = (query @ key.transpose(2, 3)).masked_fill_(~mask, -torch.inf).softmax(-1)
-    return (weight @ value).reshape(rows, 1, heads, value.shape[3])
+    query = query.reshape(rows, key.shape[1], -1, width)
+    if query.device.type == "cpu" and query.dtype == torch.float32:  # where two products beat the fused kernel
+        query = query * (width**-0.5 if scaling is None else scaling)
+        output = (query @ key.transpose(2, 3)).masked_fill_(~mask, -torch.inf).softmax(-1) @ value
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(rows, 1, heads, value.shape[3])
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class RolloutConfig:
     samples: int = 8
     """responses to each prompt"""
     max_prompt_tokens: int = 512
-    """a longer prompt is an error, named by its place in the data"""
+    """a longer prompt is an error"""
     max_new_tokens: int = 80
     """length at which a response is cut"""
     temperature: float = 1.0
