@@ -20,7 +20,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rpg.train.view import Clock, LiveView, Panel, PlainView, clock, make_view, number, sparkline
+from rpg.train.figures import Clock, clock, number, sparkline
+from rpg.train.panel import Panel
+from rpg.train.view import LiveView, PlainView, make_view
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SHOW, HIDE = "\x1b[?25h", "\x1b[?25l"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,7 +82,9 @@ def peak_memory_gb(device: str) -> float:
     """Of this process: on a GPU what torch allocated there, else resident memory."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    from ..train.summary import peak_memory_gb as on_the_host
+
+    return on_the_host()
 
 
 def finish(device: str) -> None:

@@ -1,0 +1,238 @@
+"""The live panel: progress, held-out accuracy, a grid of curves, as lines of text and style."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from .figures import (
+    ASCII,
+    BLOCKS,
+    TROUBLE,
+    Clock,
+    Evaluation,
+    Row,
+    clock,
+    fixed,
+    number,
+    numbers_of,
+    percent,
+    printable,
+    sparkline,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.segment import Segment
+
+Spans = list[tuple[str, str]]  # text and rich style
+
+
+class Cell:
+    """A metric in the panel's grid: its name, its last value, its curve."""
+
+    def __init__(
+        self,
+        label: str,
+        name: str,
+        form: Callable[[float | None], str] = number,
+        low: float | None = None,
+        high: float | None = None,
+    ) -> None:
+        self.label, self.name, self.form, self.low, self.high = label, name, form, low, high
+
+
+# pairs at 80 columns, triples at 120: both read well row by row
+CELLS = (
+    Cell("solved", "reward/solved", fixed(3), 0.0, 1.0),
+    Cell("reward", "reward/mean", fixed(3)),
+    Cell("KL", "kl/old"),
+    Cell("entropy", "entropy", fixed(3), low=0.0),
+    Cell("clip low", "clip/low", percent, low=0.0),
+    Cell("clip high", "clip/high", percent, low=0.0),
+    Cell("ESS", "ess", fixed(3), 0.0, 1.0),
+    Cell("grad", "grad_norm", low=0.0),
+    Cell("length", "length/mean", fixed(1), low=0.0),
+    Cell("tokens/s", "speed/tokens_per_s", low=0.0),
+    Cell("cut off", "length/truncated", percent, low=0.0),
+    Cell("KL ref", "kl/ref"),
+)
+LABEL, VALUE, GAP = 9, 7, 3
+EVALS = 4  # tasks shown
+
+
+class Panel:
+    """The panel as lines of text and style; it never draws a line wider than the terminal."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        self.stage = ""
+        self.closed = False
+        self.drawn: list[int] = []  # widths of the last frame's lines
+        self._title = title
+        self._clock = Clock(steps)
+        self._curves: dict[str, list[float]] = {}
+        self._evals: dict[str, tuple[Evaluation, Evaluation]] = {}  # first and last
+        self._row: dict[str, float] = {}
+        self._trouble = dict.fromkeys(TROUBLE, 0.0)
+        self._body: tuple[tuple[int, bool], list[Spans]] | None = None  # drawn again only when there is a new row
+
+    def step(self, row: Row) -> None:
+        row = numbers_of(row)
+        self._clock.step(row)
+        self.add(row)
+
+    def add(self, row: Row) -> None:
+        self._clock.done = int(row.get("step", self._clock.done))
+        for cell in CELLS:
+            if cell.name in row:
+                self._curves.setdefault(cell.name, []).append(row[cell.name])
+        for e in Evaluation.of(row):
+            self._evals[e.task] = (self._evals.get(e.task, (e, e))[0], e)
+            self._curves.setdefault(f"eval/{e.task}", []).append(e.mean)
+        for name in TROUBLE:
+            self._trouble[name] += row.get(name, 0.0)
+        self._row.update({name: value for name, value in row.items() if name.startswith("time/")})
+        self._body = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        width = options.max_width
+        lines = self.lines(width, ascii_only=options.ascii_only)
+        lines = _shorten(lines, console.height - 1)
+        self.drawn = [sum(_cells(text) for text, _ in spans) for spans in lines]
+        for i, spans in enumerate(lines):
+            if i:
+                yield Segment.line()
+            yield from (_segment(text, style) for text, style in spans)
+
+    def lines(self, width: int, *, ascii_only: bool = False) -> list[Spans]:
+        key = (width, ascii_only)
+        if self._body is None or self._body[0] != key:
+            self._body = (key, list(self._metrics(width - 4, ascii_only)))
+        box = "++++-|" if ascii_only else "╭╮╰╯─│"
+        inside = [self._bar(width - 4, ascii_only), *self._body[1]]
+        framed = [[(f"{box[5]} ", "dim"), *_fit(spans, width - 4), (f" {box[5]}", "dim")] for spans in inside]
+        top = _border(box[0], box[4], box[1], width, (self._title, "bold"), ("", ""))
+        bottom = _border(box[2], box[4], box[3], width, (self.stage, "cyan"), (self._shares(), "dim"))
+        lines = [top, *framed, bottom]
+        return [[(printable(t, "ascii"), style) for t, style in line] for line in lines] if ascii_only else lines
+
+    def _bar(self, width: int, ascii_only: bool) -> Spans:
+        """━━━━━━━━╸─────────  42/60  1:12 elapsed, 0:31 left"""
+        c = self._clock
+        now = time.monotonic()
+        left = c.left(now)
+        times = f"{clock((c.last if self.closed else now) - c.started)} elapsed"
+        if not self.closed and left is not None:
+            times += f", {clock(left)} left" if c.done < c.steps else ""
+        text = f"  {c.done}/{c.steps}  {times}"
+        room = max(4, width - _cells(text))
+        full, rest = ("=", "-") if ascii_only else ("━", "─")
+        ticks = round(room * min(1.0, c.done / max(1, c.steps)))
+        return [
+            (full * ticks, "green"),
+            (rest * (room - ticks), "dim"),
+            (f"  {c.done}/{c.steps}", "bold"),
+            (f"  {times}", ""),
+        ]
+
+    def _metrics(self, width: int, ascii_only: bool) -> Iterable[Spans]:
+        marks = ASCII if ascii_only else BLOCKS
+        for task, (first, last) in list(self._evals.items())[:EVALS]:
+            yield self._held_out(task, first, last, width, marks)
+        columns = 3 if width >= 106 else 2 if width >= 52 else 1
+        room = (width - GAP * (columns - 1)) // columns
+        shown = [cell for cell in CELLS if cell.name in self._curves]
+        if len(shown) > 2 and len(shown) % columns == 1:
+            shown = shown[: len(shown) // columns * columns]  # no row with a lonely cell
+        for i in range(0, len(shown), columns):
+            line: Spans = []
+            for cell in shown[i : i + columns]:
+                line += [(" " * GAP, "")] if line else []
+                line += _fit(self._cell(cell, room, marks), room)
+            yield line
+        if trouble := [f"{TROUBLE[name]} {count:g}" for name, count in self._trouble.items() if count]:
+            yield [("   ".join(trouble), "red")]
+
+    def _held_out(self, task: str, first: Evaluation, last: Evaluation, width: int, marks: str) -> Spans:
+        """held-out mean@8 0.312 → 0.874 [0.851, 0.894]  ▁▃▅▆▇█  pass@8 0.970  arithmetic"""
+        arrow = "->" if marks == ASCII else "→"
+        label, place = ("held-out", f"  {task}") if len(self._evals) == 1 else (task, "")
+        line = _fit([(label, "dim")], LABEL - 1)
+        line += [(f" {last.metric} ", "dim"), (f"{first.mean:.3f} {arrow} " if first is not last else "", "")]
+        line += [(f"{last.mean:.3f}", "bold green"), (f" {last.interval}", "dim")]
+        passed = f"  {last.passed[0]} {last.passed[1]:.3f}" if last.passed else ""
+        values = self._curves[f"eval/{task}"]
+        rest = width - sum(_cells(text) for text, _ in line) - 2
+        for end in (passed + place, passed, ""):
+            room = rest - _cells(end)
+            if room >= min(12, len(values)) or not end:
+                curve = sparkline(values, room, low=0.0, high=1.0, marks=marks)
+                return [*line, ("  ", ""), (f"{curve:<{max(0, room)}}", "green"), (end, "dim")]
+        return line
+
+    def _cell(self, cell: Cell, width: int, marks: str) -> Spans:
+        values = self._curves[cell.name]
+        curve = sparkline(values, width - LABEL - VALUE - 2, low=cell.low, high=cell.high, marks=marks)
+        return [
+            (f"{cell.label:<{LABEL}}", "dim"),
+            (f"{cell.form(values[-1]):>{VALUE}}", "bold"),
+            ("  ", ""),
+            (curve, "cyan"),
+        ]
+
+    def _shares(self) -> str:
+        """Where the last step's time went: 1.20 s/step, rollout 62 %, train 35 %"""
+        each = self._clock.seconds_a_step()
+        if each is None:
+            return ""
+        total = self._row.get("time/step", 0.0)
+        parts = {name: self._row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "train")}
+        shares = {name: 100 * part / total for name, part in parts.items()} if total > 0 else {}
+        shown = [f", {name} {share:.0f} %" for name, share in shares.items() if share >= 0.5]
+        return f"{number(each)} s/step{''.join(shown)}"
+
+
+def _cells(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _fit(spans: Spans, width: int) -> Spans:
+    """Exactly this wide: cut, or filled with spaces."""
+    from rich.cells import set_cell_size
+
+    fitted: Spans = []
+    for text, style in spans:
+        size = min(_cells(text), width)
+        fitted.append((set_cell_size(text, size), style))
+        width -= size
+    return [*fitted, (" " * width, "")]
+
+
+def _border(left: str, line: str, right: str, width: int, start: tuple[str, str], end: tuple[str, str]) -> Spans:
+    """╭─ title ───────── more ─╮; ``end`` is left away where both do not fit."""
+    room = width - 4
+    first, last = " ".join(start[0].split()), end[0]
+    if _cells(first) > room - 2:
+        first = _fit([(first, "")], max(0, room - 3))[0][0].rstrip() + ("…" if line == "─" else "~")
+    if _cells(first) + _cells(last) + 6 > room:
+        last = ""
+    first, last = f" {first} " if first else "", f" {last} " if last else ""
+    fill = line * (room - _cells(first) - _cells(last))
+    return [(left + line, "dim"), (first, start[1]), (fill, "dim"), (last, end[1]), (line + right, "dim")]
+
+
+def _shorten(lines: list[Spans], height: int) -> list[Spans]:
+    """A terminal of few rows: the frame, the bar and as many metrics as fit."""
+    return lines if len(lines) <= height else [*lines[: max(1, height - 1)], lines[-1]][: max(1, height)]
+
+
+def _segment(text: str, style: str) -> Segment:
+    from rich.segment import Segment
+    from rich.style import Style
+
+    return Segment(text, Style.parse(style) if style else None)
