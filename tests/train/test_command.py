@@ -199,6 +199,9 @@ def test_mistakes_of_eval(command: Command, home: Path, argv: list[str], texts: 
     (home / "empty").mkdir()
     (home / "empty" / "config.yaml").write_text("steps: 3\n")
     assert_one_line(command("eval", *argv, cwd=home), 2, *texts)
+    (home / "runs" / "other").mkdir(parents=True)
+    (home / "runs" / "other" / "config.yaml").write_text("steps: 3\n")
+    assert_one_line(command("eval", "runs/none", cwd=home), 2, "there is no run runs/none")  # and the hub is not asked
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

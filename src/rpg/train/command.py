@@ -121,6 +121,8 @@ def run_eval(args: argparse.Namespace) -> int:
 def _eval_config(args: argparse.Namespace) -> Config:
     flags = given(args, Config)
     run = Path(args.model)
+    if not run.exists() and "/" in args.model and any(run.parent.glob("*/config.yaml")):
+        raise ValueError(f"there is no run {run} (and {run.parent} holds others)")
     config = build(Config, file=run / "config.yaml" if (run / "config.yaml").is_file() else None, flags=flags)
     if (run / "config.yaml").is_file():
         config = replace(config, model=str(_checkpoint(run, args.checkpoint) / "model"))
