@@ -47,9 +47,7 @@ class Policy:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        logging.getLogger("huggingface_hub").setLevel(
-            logging.ERROR
-        )  # not a line for each retry: what fails is said once
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what fails is said once, not at each retry
         where = str(BUILTIN) if name == "builtin" else str(Path(name).expanduser()) if name.startswith("~") else name
         looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(where).exists()
         if looks_local and not (Path(where) / "config.json").is_file():
