@@ -44,7 +44,7 @@ audit: $(VENV)/ready $(VERL)/ready            ## every loss, and the real losses
 audit-page: $(VENV)/ready $(VERL)/ready            ## the same over 40 problems, written into docs/ (some 15 minutes)
 	$(BIN)/rpg audit --peers --seeds 40 --html docs/audit.html --svg docs/audit.svg --markdown docs/audit-table.md
 
-bench: $(VENV)/ready            ## the whole step beside TRL's trainer, and the loss beside a hand-written expression
+bench: $(VENV)/ready            ## speed beside peers: every part on a GPU, the whole step on a CPU; and the loss beside one written by hand
 	env -u OMP_NUM_THREADS $(BIN)/rpg bench
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/loss_overhead.py --repeats 60
 

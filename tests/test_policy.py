@@ -5,8 +5,11 @@ import shutil
 import huggingface_hub
 import pytest
 import torch
+import transformers
 
 import tiny
+from rpg import policy as policy_module
+from rpg.kernels import packed as packed_module
 from rpg.models import BUILTIN
 from rpg.policy import Policy
 
@@ -103,6 +106,173 @@ def test_parameters_are_those_that_are_trained():
     assert "lm_head.weight" not in names  # tied: once
     chosen.model.model.norm.weight.requires_grad_(False)
     assert [name for name, _ in chosen.parameters()] == [name for name in names if name != "model.norm.weight"]
+
+
+# ---- sequences end to end --------------------------------------------------------------------------------------------
+
+TOGETHER = [([5, 6, 7, 3, 9], [10, 11, 12, 13, 14, 1]), ([7, 3, 3, 2, 8], [4, 5, 6]), ([5, 6, 7, 3, 9], [30, 31])]
+TOGETHER += [([8], [9, 9]), ([5, 6, 7, 3, 9], [17]), ([7, 3, 3, 2, 8], [5, 5, 5, 5]), ([5, 6, 7, 3, 9], [10, 20, 1])]
+NUMBERS = torch.tensor([4, 2, 4, 9, 4, 2, 4])  # 4 and 2 are of the same length
+MORE = {
+    "phi3-window": ("Phi3Config", {"sliding_window": 3}),
+    "gemma3-middle": ("Gemma3TextConfig", {**tiny.GEMMA3, "sliding_window": 7}),
+}
+UNFIT = {
+    "capped": ("Gemma2Config", {"head_dim": 8}, "softcap"),
+    "states": ("MambaConfig", {}, "0 of its 2 layers"),
+    "mixed": ("JambaConfig", {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}, "1 of its 2 layers"),
+    "biased": ("BloomConfig", {}, "0 of its 2 layers"),
+}
+
+
+def built(name):
+    kind, own = MORE[name] if name in MORE else UNFIT[name][:2] if name in UNFIT else (None, {})
+    made = tiny.make(config=kind, **own) if kind else tiny.make(name)
+    return Policy(made, tiny.tokenizer(), 0.7)
+
+
+def together():
+    return padded(*map(list, zip(*TOGETHER, strict=True)))
+
+
+def gradients(chosen, logp):
+    """Of a sum in which every token weighs differently."""
+    chosen.model.zero_grad()
+    (logp * torch.linspace(-1, 2, logp.numel()).view(logp.shape)).sum().backward()
+    return {key: p.grad.clone() for key, p in chosen.model.named_parameters() if p.grad is not None}
+
+
+def assert_close(found, expected, share=2e-5):
+    assert found.keys() == expected.keys()
+    whole = torch.cat([g.flatten() for g in expected.values()]).norm() / len(expected) ** 0.5
+    for key, right in expected.items():
+        assert (found[key] - right).norm() <= share * (right.norm() + whole), key
+
+
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, *MORE, *UNFIT])
+def test_packed_padded_and_alone_are_the_same(name):
+    chosen = built(name)
+    assert chosen.packs == (name not in UNFIT)
+    assert name not in UNFIT or UNFIT[name][2] in chosen.padded_because
+    ids, start, mask = together()
+    rows = [naive(chosen.model, prompt, response, 0.7)[0] for prompt, response in TOGETHER]
+    alone = torch.stack([torch.nn.functional.pad(row, (0, mask.shape[1] - len(row))) for row in rows])
+    expected = gradients(chosen, alone)
+    ways = {"own": {}, "shared": {"prompt_B": NUMBERS}, "again": {"prompt_B": NUMBERS, "recompute": True}}
+    for how in ways.values():
+        found = chosen.score(ids, start, mask, **how).logp_BT
+        assert torch.allclose(found, alone, atol=2e-5)
+        assert_close(gradients(chosen, found), expected)
+    chosen.padded_because = "a test says so"
+    found = chosen.score(ids, start, mask, NUMBERS).logp_BT
+    assert torch.allclose(found, alone, atol=2e-5)
+    assert_close(gradients(chosen, found), expected)
+
+
+def test_a_model_whose_head_cannot_be_called_apart_is_scored_whole(monkeypatch):
+    monkeypatch.setattr(Policy, "_head_comes_apart", lambda self: False)
+    chosen = policy("gemma2-final-cap", 0.7)
+    assert not chosen.apart
+    assert not chosen.packs
+    ids, start, mask = together()
+    found = chosen.score(ids, start, mask, NUMBERS).logp_BT
+    for i, (prompt, response) in enumerate(TOGETHER):
+        assert torch.allclose(found[i, : len(response)], naive(chosen.model, prompt, response, 0.7)[0], atol=2e-5)
+
+
+def test_wrong_states_are_noticed(monkeypatch):
+    """Positions that are not those of the sequences: rotary attention does not mind, learned ones do."""
+    original = policy_module.pack
+
+    def shifted(*args):
+        found = original(*args)
+        found.position_N.add_(3)
+        return found
+
+    monkeypatch.setattr(policy_module, "pack", shifted)
+    assert policy("llama").packs
+    assert policy("gpt2").padded_because == "its states are not those of the plain forward pass"
+
+
+def test_no_padding_and_no_prompt_twice_enter_a_linear_layer():
+    chosen, seen = policy("qwen2-grouped"), []
+    chosen.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, args, out: seen.append(out.shape[:-1]))
+    ids, start, mask = together()
+    chosen.score(ids, start, mask)
+    chosen.score(ids, start, mask, NUMBERS)
+    chosen.padded_because = "a test says so"
+    chosen.score(ids, start, mask)
+    prompts = {tuple(prompt) for prompt, _ in TOGETHER}
+    answers = sum(len(response) - 1 for _, response in TOGETHER)
+    once = sum(map(len, prompts)) + answers
+    assert seen == [(1, sum(len(p) for p, _ in TOGETHER) + answers), (1, once), (7, ids.shape[1] - 1)]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-window", "gpt2", "phi-bias"])
+def test_recomputed_layers_give_the_same_gradient_and_keep_less(name, packs):
+    chosen = policy(name)
+    if not packs:
+        chosen.padded_because = "a test says so"
+    args, found, kept = (*together(), NUMBERS), [], []
+    for recompute in (False, True):
+        sizes = []
+
+        def keep(x, sizes=sizes):
+            sizes.append(x.numel() * x.element_size())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logp = chosen.score(*args, recompute=recompute).logp_BT
+        kept.append(sum(sizes))
+        found.append((logp.detach(), gradients(chosen, logp)))
+    assert kept[1] < kept[0] / 3
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
+
+
+def test_nothing_is_left_behind():
+    chosen = policy("qwen2-grouped")
+    before = chosen.model.config._attn_implementation
+    logp = chosen.score(*together(), NUMBERS, recompute=True).logp_BT
+    layer = chosen.model.model.layers[0]
+    assert "forward" not in vars(layer)
+    assert "forward" not in vars(chosen.model.model)
+    layer.forward = own = layer.forward  # a forward of its own, which has to come back
+    chosen.score(*together(), NUMBERS, recompute=True)
+    assert vars(layer)["forward"] is own
+    assert chosen.model.config._attn_implementation == before
+    expected = gradients(chosen, chosen.score(*together(), NUMBERS).logp_BT)
+    assert_close(gradients(chosen, logp), expected, 0)  # layers are computed anew in what they were computed in
+    assert chosen.model.config._attn_implementation == before
+    with pytest.raises(IndexError):
+        chosen.score(together()[0] + 10**6, *together()[1:], NUMBERS, recompute=True)
+    assert chosen.model.config._attn_implementation == before
+    assert packed_module._packing.get(None) is None
+    assert not chosen.model.training
+
+
+def test_a_head_in_chunks_is_the_head(monkeypatch):
+    for name in ("gemma2-final-cap", "phi-bias", "granite-scale"):
+        chosen = policy(name, 0.7)
+        whole = chosen.score(*together(), NUMBERS)
+        expected = gradients(chosen, whole.logp_BT)
+        monkeypatch.setattr(policy_module, "CHUNK_ELEMENTS", 4 * tiny.VOCABULARY)
+        cut = chosen.score(*together(), NUMBERS)
+        assert torch.allclose(cut.logp_BT, whole.logp_BT, atol=1e-6)
+        assert torch.allclose(cut.entropy_BT, whole.entropy_BT, atol=1e-6)
+        assert_close(gradients(chosen, cut.logp_BT), expected, 1e-5)
+        monkeypatch.undo()
+
+
+def test_what_cannot_be_recomputed_is_refused(monkeypatch):
+    class Other:
+        pass
+
+    chosen = policy("llama")
+    monkeypatch.setattr(transformers.modeling_layers, "GradientCheckpointingLayer", Other)
+    with pytest.raises(ValueError, match=r"^recompute: LlamaForCausalLM has no layers"):
+        chosen.score(*together(), recompute=True)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,14 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [4, 4, 9, 2, 8], [7, 8] * 6, [12, 13]]
 ATTENTION = "sdpa"
 
 
-def engine(model, slots=256):
-    return NativeEngine(model, tiny.tokenizer(), slots)
+@pytest.fixture(params=[False, True], ids=["eager", "graphs"], autouse=True)
+def graphs(request):
+    """Both ways of decoding; a CPU takes the steps of the second without capturing them."""
+    engine.graphs = request.param
+
+
+def engine(model, slots=256, **options):
+    return NativeEngine(model, tiny.tokenizer(), slots, graphs=engine.graphs, **options)
 
 
 def forward_logp(model, prompt, tokens, temperature=1.0):
@@ -225,6 +231,80 @@ def test_an_end_token_as_the_very_last_one_counts_as_finished(llama):
 def test_nothing_to_do(llama):
     assert engine(llama).generate([]) == []
     assert engine(llama).generate([[3], [4]], n=0) == [[], []]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def short_of_memory(run, monkeypatch, most):
+    """An engine on a device that has room for ``most`` slots."""
+    plain, tried = run._generate, []
+
+    def generate(prompts, n, how, seed, slots, *rest):
+        tried.append(slots)
+        if min(slots, n * len(prompts)) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(prompts, n, how, seed, slots, *rest)
+
+    monkeypatch.setattr(run, "_generate", generate)
+    return tried
+
+
+def test_out_of_memory_halves_the_slots_and_gives_the_same_responses(llama, monkeypatch):
+    expected = engine(llama, 64).generate(PROMPTS, n=4, max_new_tokens=9, seed=5)
+    told = []
+    run = engine(llama, 64, warn=told.append)
+    tried = short_of_memory(run, monkeypatch, most=6)
+    found = run.generate(PROMPTS, n=4, max_new_tokens=9, seed=5)
+    assert [r.tokens for r in flat(found)] == [r.tokens for r in flat(expected)]
+    assert tried == [64, 10, 5]  # of 20 responses
+    assert told == [f"out of memory: sampling with {n} slots from here on" for n in (10, 5)]
+    run.generate(PROMPTS, n=4, max_new_tokens=9, seed=6)
+    assert tried == [64, 10, 5, 5]
+    assert len(told) == 2
+
+
+def test_out_of_memory_with_a_single_slot_is_an_error(llama, monkeypatch):
+    run = engine(llama, 2)
+    short_of_memory(run, monkeypatch, most=0)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.generate(PROMPTS, max_new_tokens=3)
+
+
+def test_released_and_used_again(llama):
+    run = engine(llama, 4)
+    before = run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
+    run.release()
+    assert run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5) == before
+
+
+def test_buffers_serve_every_call_that_fits(llama):
+    """What was captured for them is good as long as they stay."""
+    if not engine.graphs:
+        pytest.skip("there are none")
+    run = engine(llama, 16)
+    run.generate(PROMPTS, n=4, max_new_tokens=9, seed=5)
+    held = run.decoder.buffers
+    run.generate(PROMPTS[:2], n=2, max_new_tokens=5, seed=5)
+    run.generate(PROMPTS, n=8, max_new_tokens=64, seed=5)
+    assert run.decoder.buffers is held
+    run.generate([[3] * 65], n=2, max_new_tokens=5, seed=5)
+    assert run.decoder.buffers is not held
+    assert all(a >= b for a, b in zip(run.decoder.buffers.sizes, held.sizes, strict=True))
+    assert run.timing.steps == 4
+
+
+def test_prompts_of_a_group_are_read_once(llama, monkeypatch):
+    """And kept once, however many samples follow and however few slots there are."""
+    if not engine.graphs:
+        pytest.skip("reads the prompt of a group again where the group is cut by the end of the slots")
+    seen = []
+    run = engine(llama, 5)
+    base, shapes = llama.base_model.forward, lambda **inputs: seen.append(inputs["input_ids"].shape)
+    monkeypatch.setattr(llama.base_model, "forward", lambda **inputs: (shapes(**inputs), base(**inputs))[1])
+    run.generate([PROMPTS[0], PROMPTS[2]], n=5, max_new_tokens=4, seed=1)
+    assert [shape for shape in seen if shape[1] > 1] == [(1, 7), (1, 5)]
+    assert run.decoder.buffers.prompts == 2
 
 
 # ---- the model afterwards --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from rpg.rollout import Sampling, sample, uniforms
+from rpg.rollout.sampling import truncate
 
 LOGITS = torch.tensor([1.5, -0.3, 0.2, -2.0, 0.9, -torch.inf, 0.21, -1.0])
 LAST = 1 - 2.0**-53  # the largest that a generator of uniform numbers gives
@@ -92,6 +93,14 @@ def test_half_precision_logits_are_raised_first():
     half, full = sample(logits, u), sample(logits.float(), u)
     assert torch.equal(half[0], full[0])
     assert torch.equal(half[1], full[1])
+
+
+def test_tokens_tied_with_the_last_one_kept_are_kept():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 0.5, 2.0]])
+    for how in ((1.0, 2), (0.6, 0), (0.5, 3)):
+        assert truncate(logits, *how)[0].isfinite().tolist() == [True, False, True, True, False, True]
+    assert truncate(logits, 0.4, 3)[0].isfinite().tolist() == [True] + [False] * 5
+    assert truncate(torch.zeros(2, 7), 0.1, 1).isfinite().all()
 
 
 def test_rows_do_not_see_each_other():

@@ -77,15 +77,31 @@ def test_rows_keep_every_token_and_drop_needless_padding(batch):
     assert part.rollout_logp_BT is None
 
 
+def packed_tokens(batch, rows):
+    """Of these rows end to end: a group's prompt once, and of each response all but the last token."""
+    prompts = {int(batch.group_B[i]): int(batch.start_B[i]) for i in rows}
+    return sum(prompts.values()) + sum(int(batch.mask_BT[i].sum()) - 1 for i in rows)
+
+
 @pytest.mark.parametrize("tokens", [1, 15, 16, 30, 47, 100, 10**6])
-def test_micro_batches_hold_every_row_once_within_the_budget(batch, tokens):
+def test_micro_batches_hold_every_row_once_within_the_budget(batch, policy, tokens):
     parts = list(micro_batches(batch, tokens))
     assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
-    sizes = [len(part) * int(batch.lengths_B[part].max()) for part in parts]
-    assert all(size <= tokens or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
+    for index in parts:
+        size, part = packed_tokens(batch, index.tolist()), batch.rows(index)
+        assert size <= tokens or len(index) == 1
+        seen = []
+        hook = policy.model.model.norm.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.shape[:2]))
+        policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B)
+        hook.remove()
+        assert seen == [(1, size)]
     for part, following in itertools.pairwise(parts):  # not smaller than they have to be
-        assert (len(part) + 1) * int(batch.lengths_B[following[0]]) > tokens
+        assert packed_tokens(batch, [*part.tolist(), int(following[0])]) > tokens
     assert len(parts) == {1: 12, 10**6: 1}.get(tokens, len(parts))
+    groups = [g for g, _ in itertools.groupby(batch.group_B[torch.cat(parts)].tolist())]
+    assert len(groups) == 3  # each group is in one piece
+    longest = [int(batch.lengths_B[batch.group_B == g].max()) for g in groups]
+    assert longest == sorted(longest)
 
 
 def test_log_probabilities_do_not_depend_on_the_cut(policy, batch):
@@ -160,8 +176,8 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, policy, batch,
     ref = batch.old_logp_BT + 0.2 * torch.randn(batch.mask_BT.shape, generator=torch.Generator().manual_seed(1))
     whole = prepared(batch, None, ref, needs_ref=True)
     whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3])
-    cut = updater(policy, algorithm, tmp_path, micro_tokens=30, lr=0.1)  # CAPO's gate depends on the rate
-    assert len(list(micro_batches(whole, 30))) == 4
+    cut = updater(policy, algorithm, tmp_path, micro_tokens=20, lr=0.1)  # CAPO's gate depends on the rate
+    assert len(list(micro_batches(whole, 20))) == 4
     loss, _ = cut._gradients(whole, Means(), first=False)
     found = gradient(policy)
 

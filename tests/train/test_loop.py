@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import rpg
+from rpg.policy import Policy
+from rpg.rollout import NativeEngine
 from rpg.train import checkpoint
 from rpg.train.config import (
     CheckpointConfig,
@@ -196,6 +199,105 @@ def test_schedule_free_ships_the_average_and_goes_on_from_the_iterate(tmp_path: 
         x = (y - 0.1 * z[f"{name}/z"]) / 0.9
         torch.testing.assert_close(shipped[name], x, rtol=1e-4, atol=1e-6)
         assert not torch.equal(shipped[name], y)
+
+
+# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "schedule-free"])
+def test_bfloat16_resumes_bit_for_bit(tmp_path: Path, name: Any) -> None:
+    """Masters, moments, the measured mismatch and the size of micro-batches are in the checkpoint."""
+    changes = {"dtype": "bfloat16", "optim": OptimConfig(name=name, lr=1e-4, warmup=0, schedule="constant")}
+    train(tiny(tmp_path / "whole", steps=3, **changes))
+    train(tiny(tmp_path / "cut", steps=1, **changes))
+    train(tiny(tmp_path / "cut", steps=3, **changes), resume=True)
+    one, two = (checkpoint.read(tmp_path / f / "checkpoints" / "step-000003") for f in ("whole", "cut"))
+    weights, again = (load_file(found.model_folder / "model.safetensors") for found in (one, two))
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    assert same(weights, again)
+    assert same(one.tensors("optimizer"), two.tensors("optimizer"))
+    assert {key.rpartition("/")[2] for key in one.tensors("optimizer")} >= {"master"}
+    changing = ("seconds", "started", "config")
+    assert {k: v for k, v in one.state.items() if k not in changing} == {
+        k: v for k, v in two.state.items() if k not in changing
+    }
+    assert one.state["mismatch"] > 0
+    steady = [
+        [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "memory/"))}
+            for row in rows(tmp_path / f)
+        ][2:]
+        for f in ("whole", "cut")
+    ]
+    assert steady[0][0] == steady[1][0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "recomputed"), [("auto", [1, 0, 0]), ("engine", [0, 0, 0]), ("recompute", [1, 1, 1])]
+)
+def test_the_mismatch_is_measured_in_every_step(
+    tmp_path: Path, setting: Any, recomputed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rpg.train.update.HARMLESS", 1.0)
+    sizes = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, old_logp=setting)
+    train(tiny(tmp_path, steps=3, dtype="bfloat16", rollout=sizes))
+    found = rows(tmp_path)[1:]
+    assert [row["old_logp/recomputed"] for row in found] == recomputed
+    assert all(0 < row["mismatch/kl"] < 0.1 and row["mismatch/max_log_ratio"] > 0 for row in found)
+
+
+def test_a_mismatch_that_is_not_harmless_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpg.train.update.HARMLESS", 0.0)
+    train(tiny(tmp_path, dtype="bfloat16"))
+    assert [row["old_logp/recomputed"] for row in rows(tmp_path)[1:]] == [1, 1]
+
+
+def test_a_mismatch_rule_trains_in_float32_too(tmp_path: Path) -> None:
+    train(tiny(tmp_path, steps=1, loss={"mismatch": "tis"}))
+    assert rows(tmp_path)[1]["old_logp/recomputed"] == 1
+    assert rows(tmp_path)[1]["mismatch/kl"] < 1e-6
+
+
+# ---- out of memory ---------------------------------------------------------------------------------------------------
+
+
+class Notes(View):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def message(self, text: str, style: Any = "info") -> None:
+        self.said.append(text)
+
+
+def test_out_of_memory_is_survived_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the log-probabilities and in training; the engine's caches go first."""
+    score, limit, released = Policy.score, [16], []
+
+    def small(self: Policy, ids_BL: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if len(ids_BL) > limit[0]:
+            raise torch.OutOfMemoryError("no room")
+        return score(self, ids_BL, *others, **named)
+
+    monkeypatch.setattr(Policy, "score", small)
+    monkeypatch.setattr(NativeEngine, "release", lambda self: released.append(1))
+    notes = Notes()
+    monkeypatch.setattr("rpg.train.loop.make_view", lambda *args, **named: contextlib.nullcontext(notes))
+    sizes = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, old_logp="recompute")
+    config = tiny(tmp_path, steps=1, rollout=sizes, optim=OptimConfig(lr=1e-4, warmup=0, micro_tokens=4096))
+    limit[0] = 3
+    train(config)
+    assert len(released) > 1
+    halvings = [text for text in notes.said if "micro-batches of" in text]
+    assert len(halvings) == len(released) - 1
+    found = checkpoint.read(tmp_path / "checkpoints" / "step-000001").state["room"]
+    assert halvings[-1] == f"out of memory: micro-batches of {found['tokens']} tokens from here on"
+    assert found["released"]
+    notes.said.clear()
+    train(replace(config, steps=2), resume=True)
+    assert not [text for text in notes.said if "out of memory" in text]
+    limit[0] = 0
+    with pytest.raises(Failed, match=r"^the device is out of memory: [^\n]*$"):
+        train(replace(config, steps=3), resume=True)
 
 
 # ---- as a library ----------------------------------------------------------------------------------------------------

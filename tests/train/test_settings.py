@@ -1,11 +1,13 @@
 """Settings from YAML and flags: what is read, what is refused and how, and that nothing is lost on the way back."""
 
 import argparse
+import contextlib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from rpg.cli import Parser
 from rpg.train import settings
 from rpg.train.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
+from rpg.train.parts import pick_dtype
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,17 @@ def test_wrong_flags_given_to_build():
 )
 def test_ranges(flags, message):
     assert refused(settings.build, Config, flags=flags).startswith(message)
+
+
+def test_auto_is_bfloat16_where_the_device_has_it(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert pick_dtype("auto", cpu) == torch.float32
+    assert pick_dtype("bfloat16", cpu) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    for able in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, able=able: able)
+        assert pick_dtype("auto", gpu) == (torch.bfloat16 if able else torch.float32)
+        assert pick_dtype("float32", gpu) == torch.float32
 
 
 def test_the_ends_of_the_ranges_are_allowed():

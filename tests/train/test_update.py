@@ -17,7 +17,7 @@ from rpg.train.batch import make_batch, micro_batches, with_advantages
 from rpg.train.config import Config, OptimConfig, RolloutConfig
 from rpg.train.optim import learning_rate, make_optimizer
 from rpg.train.reference import batch_logp
-from rpg.train.update import Means, Updater, prepared
+from rpg.train.update import HARMLESS, Means, OldLogp, Updater, prepared
 
 
 def make_policy(name="llama-tied", **how):
@@ -59,7 +59,7 @@ def test_a_loss_that_is_not_finite_skips_its_step_and_keeps_its_batch(estimator,
     assert metrics["skipped"] == 1
     assert run.bad_steps == 1
     assert torch.equal(weights(policy), before)
-    assert not run.optimizer.state
+    assert not run.optimizer.optimizer.state
     assert all(p.grad is None for p in policy.model.parameters())
     assert all(math.isfinite(value) for value in metrics.values())
     assert "loss" not in metrics
@@ -201,7 +201,7 @@ def test_metrics_do_not_depend_on_the_micro_batches(tmp_path):
     for tokens in (25, 10**6):
         run = make_run(policy, tmp_path, "rpg-reinforce-urkl", minibatches=1, micro_tokens=tokens, lr=0.0)
         found[tokens] = run.update(data, 1)
-    assert len(list(micro_batches(data, 25))) > 3
+    assert len(list(micro_batches(data, 25))) == 3
     exact = (
         "entropy",
         "kl/old",
@@ -267,7 +267,7 @@ def test_capo_gates_tokens_by_curvature_at_the_head(tmp_path):
         gates.append(run._keep(rule, data, scored, rule.step_denominator(data.mask_BT)))
         row, t = data.mask_BT.nonzero(as_tuple=True)
         head = policy.model.lm_head.weight
-        state, scale = run.optimizer.state.get(head), None
+        state, scale = run.optimizer.state_of(head), None
         if state:
             scale = 1 / ((state["exp_avg_sq"] / (1 - 0.95 ** (step - 1))).sqrt() + 1e-8)
         expected = curvature_keep(
@@ -297,6 +297,139 @@ def test_every_other_preset_trains_a_model_whose_head_is_not_linear(name, tmp_pa
     metrics = make_run(policy, tmp_path, name, lr=1e-3).update(make_data(policy, name), 1)
     assert metrics["skipped"] == 0
     assert not torch.equal(weights(policy), before)
+
+
+# ---- half precision --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["capo", "rpg-reinforce-urkl"])
+def test_bfloat16_follows_float32_where_its_own_steps_would_be_lost(name, tmp_path):
+    """Learning rates of 1e-6, as for large models: masters go where the float32 run goes."""
+    half, full = make_policy(dtype=torch.bfloat16), make_policy(dtype=torch.bfloat16)
+    full.model.float()
+    start, moved = weights(half), []
+    for policy in (half, full):
+        run = make_run(policy, tmp_path, name, steps=20, minibatches=1, lr=1e-6, warmup=0, micro_tokens=60)
+        data = make_data(full, name)
+        assert sum(run.update(data, step)["skipped"] for step in range(1, 21)) == 0
+        moved.append(torch.cat([m.detach().flatten() for m in run.optimizer.masters.values()]) - start.float())
+    assert float(moved[1].abs().median()) > 5e-6
+    alike = torch.nn.functional.cosine_similarity(*moved, dim=0)
+    assert float(alike) > 0.9  # gradients of bfloat16 differ in sign where they are next to nothing
+    assert (weights(half) == start).float().mean() > 0.9  # and hardly any weight shows it yet
+
+
+def old_logp(algorithm="dapo", dtype=torch.bfloat16, **rollout):
+    return OldLogp(Config(rollout=RolloutConfig(**rollout)), rpg.algorithm(algorithm).loss, dtype)
+
+
+def test_old_logp_are_the_engines_while_the_mismatch_is_harmless():
+    rule = old_logp()
+    assert rule.recompute  # nothing is known yet
+    seen = []
+    for kl in (HARMLESS / 2, HARMLESS * 2, None, HARMLESS / 2, None):
+        rule.measure({} if kl is None else {"mismatch/kl": kl})
+        seen.append(rule.recompute)
+    assert seen == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("expected", "how"),
+    [
+        (False, {"dtype": torch.float32}),
+        (True, {"dtype": torch.float32, "old_logp": "recompute"}),
+        (False, {"old_logp": "engine"}),
+        (True, {"old_logp": "recompute"}),
+        (False, {"top_p": 0.9}),
+        (False, {"top_k": 5}),
+        (True, {"top_p": 0.9, "old_logp": "recompute"}),
+        (True, {"algorithm": "gspo"}),  # at sequence level
+        (False, {"algorithm": "gspo", "dtype": torch.float32}),
+    ],
+)
+def test_old_logp_where_no_measurement_decides(expected, how):
+    rule = old_logp(**how)
+    for kl in (0.0, 1.0):
+        rule.measure({"mismatch/kl": kl})
+        assert rule.recompute == expected
+
+
+def test_a_mismatch_rule_has_something_to_correct():
+    loss = rpg.algorithm("dapo", mismatch=rpg.mismatch.TIS()).loss
+    for dtype in (torch.float32, torch.bfloat16):
+        rule = OldLogp(Config(), loss, dtype)
+        rule.measure({"mismatch/kl": 0.0})
+        assert rule.recompute
+    with pytest.raises(ValueError, match=r"^rollout.old_logp=engine leaves loss.mismatch nothing to correct[^\n]*$"):
+        OldLogp(Config(rollout=RolloutConfig(old_logp="engine")), loss, torch.bfloat16)
+
+
+# ---- out of memory ---------------------------------------------------------------------------------------------------
+
+
+class Small(Policy):
+    """On a device with room for so many rows, in the forward pass or in the backward pass."""
+
+    def __init__(self, limit, backward=False):
+        super().__init__(tiny.make("llama-tied"), tiny.tokenizer())
+        self.limit, self.backward, self.sizes = limit, backward, []
+
+    def score(self, ids_BL, *others, **named):
+        self.sizes.append(len(ids_BL))
+        full = len(ids_BL) > self.limit
+        if full and not self.backward:
+            raise torch.OutOfMemoryError("no room")
+        scored = super().score(ids_BL, *others, **named)
+        if full and scored.logp_BT.requires_grad:
+            scored.logp_BT.register_hook(no_room)
+        return scored
+
+
+def no_room(gradient):
+    raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_out_of_memory_changes_the_size_and_nothing_else(backward, tmp_path):
+    """The limit is met by the second halving, when parts before it had left gradients behind."""
+    found = {}
+    for case, limit, tokens in (("short", 4, 1000), ("cut", 99, 15), ("whole", 99, 1000)):
+        policy = Small(limit, backward)
+        run = make_run(policy, tmp_path, "rpg-reinforce-urkl", minibatches=1, micro_tokens=tokens, lr=1e-3, warmup=0)
+        data = make_data(make_policy())
+        rows = [run.update(data, step) for step in (1, 2)]
+        found[case] = weights(policy), rows, run
+    (short, rows, run), (cut, cut_rows, _), (whole, whole_rows, _) = found.values()
+    assert run.room.tokens == 15
+    assert run.messages == [f"out of memory: micro-batches of {n} tokens from here on" for n in (31, 15)]
+    assert torch.equal(short, cut)
+    assert rows == cut_rows
+    assert torch.allclose(short, whole, atol=1e-5)
+    for one, other in zip(rows, whole_rows, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+    assert not torch.equal(short, weights(make_policy()))
+    before = len(run.policy.sizes)
+    run.update(data, 3)
+    assert max(run.policy.sizes[before:]) <= 4  # it stays
+
+
+def test_a_sequence_that_does_not_fit(tmp_path):
+    policy = Small(0)
+    run = make_run(policy, tmp_path, minibatches=1)
+    before = weights(policy)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.update(make_data(make_policy()), 1)
+    assert torch.equal(weights(policy), before)
+    assert "recomputed" in run.messages[-1]  # the last resort
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_what_cannot_be_cut_is_not(tmp_path):
+    policy, algorithm = Small(4), rpg.algorithm("rpg-reinforce-urkl", control_variate=True)
+    run = make_run(policy, tmp_path, algorithm, minibatches=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.update(make_data(make_policy()), 1)
+    assert run.room.tokens == 1024
 
 
 # ---- the overlong zone -----------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""``rpg bench``: the whole RL step of the built-in run beside TRL's GRPOTrainer, on this machine, in one run.
+"""``rpg bench``: the parts of the system on this machine, each beside its peers and its counted floor, in one run.
 
-Read ``step.py`` for what is timed and ``trl_peer.py`` for how TRL is set up; ``versus.py`` lets the two take turns.
+``suite.py`` has the sections in their order, a file each: ``rollout.py``, ``logp.py``, ``train.py``, ``whole.py`` and
+``scaling.py``. They measure (``timing.py``), count (``counts.py``) and fill rows (``rows.py``) for ``table.py``.
+The whole step runs in processes of its own (``versus.py``): ``step.py`` for rpg, ``trl_peer.py`` for TRL.
 """

@@ -10,30 +10,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..train.config import RolloutConfig
+from .sizes import FLAGS, sizes_for
 
 if TYPE_CHECKING:
+    from .rows import Findings
+    from .sizes import Sizes
     from .step import Work
 
 NO_TRL = "TRL is not installed, so this is rpg alone; to have both: pip install 'rpg-rl[audit]'"
+PARTS = ("rollout", "logp", "train", "step", "scaling")
+SHARED = ("prompts", "samples", "repeats")  # flags of the step of the built-in run too, with other defaults
+LEAST = {"prompts": 1, "samples": 2, "max_new_tokens": 1, "repeats": 1, "threads": 1}
 
 
 def add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="speed and memory of the whole RL step against TRL, in one run",
-        description="Time the whole RL step of the built-in run (rollout, reward, training) beside TRL's GRPOTrainer: "
-        "same model, prompts and sizes, the two in turns.",
+        help="speed and memory, each part beside its peers and beside the counted floor, in one run",
+        description="Without PART on a CPU: the whole RL step of the built-in run (rollout, reward, training) beside "
+        "TRL's GRPOTrainer: same model, prompts and sizes, the two in turns. With PART, or on a GPU: that part, or "
+        "all of them, on models of known shapes with random weights.",
     )
     add = parser.add_argument
-    prompts, samples, longest = RolloutConfig.prompts, RolloutConfig.samples, RolloutConfig.max_new_tokens
-    add("--prompts", type=int, default=prompts, metavar="N", help=f"prompts in a step (default {prompts})")
-    add("--samples", type=int, default=samples, metavar="N", help=f"responses to each (default {samples})")
-    add("--max-new-tokens", type=int, default=longest, metavar="N", help=f"a response's limit (default {longest})")
-    add("--repeats", type=int, default=10, metavar="N", help="steps of each to take the median of (default 10)")
-    add("--threads", type=int, metavar="N", help="CPU threads of each (default: torch's own choice)")
-    add("--device", default="cpu", metavar="D", help="cpu, cuda …; auto: a GPU if there is one (default cpu)")
-    add("--alone", action="store_true", help="rpg only")
+    add("part", nargs="?", choices=(*PARTS, "all"), metavar="PART", help=f"{', '.join(PARTS)} or all")
+    add("--device", default="auto", metavar="D", help="cpu, cuda …; auto: a GPU if there is one (default)")
     add("--json", type=Path, metavar="FILE", help="also every number")
+    add("--markdown", type=Path, metavar="FILE", help="also the tables as a page (with PART)")
+    add("--quick", action="store_true", help="half of what can be halved (with PART)")
+    add("--alone", action="store_true", help="rpg only (without PART)")
+    add("--max-new-tokens", type=int, metavar="N", help="a response's limit (without PART)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
+    for field in FLAGS:
+        kind, meaning = type(field.default), f"{field.metadata['meaning']} (default {field.default} on a GPU)"
+        if field.name in SHARED:
+            own = {"repeats": 10}.get(field.name) or getattr(RolloutConfig, field.name)
+            meaning += f"; without PART of the built-in step (default {own})"
+        add(f"--{field.name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "NAME", help=meaning)
     parser.set_defaults(run=run_bench)
 
 
@@ -41,11 +53,58 @@ def run_bench(args: argparse.Namespace) -> int:
     from ..cli import Mistake
 
     try:
-        work = _work(args)
+        for path in (args.json, args.markdown):
+            _check_file(path)
+        _check_numbers(args)
+        device = _device(args.device)
+        if args.part is not None or device.startswith("cuda"):
+            sizes = _sizes(args, device)
+            return _run_parts(args, PARTS if args.part in (None, "all") else (args.part,), sizes)
+        work = _work(args, device)
     except ValueError as error:
         raise Mistake(str(error)) from error
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise Mistake(f"cannot write {args.json}: {'it is a folder' if args.json.is_dir() else 'no such folder'}")
+    return _run_step(args, work)
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def _sizes(args: argparse.Namespace, device: str) -> Sizes:
+    given = {field.name: getattr(args, field.name) for field in FLAGS}
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    return sizes_for(device, args.quick, **given)
+
+
+def _run_parts(args: argparse.Namespace, parts: tuple[str, ...], sizes: Sizes) -> int:
+    from .suite import run_suite
+    from .table import markdown, show
+
+    command = getattr(args, "line", "rpg bench")
+
+    def save(findings: Findings) -> None:
+        if args.json is not None:
+            _write(args.json, json.dumps(findings.as_dict(), indent=1, ensure_ascii=False) + "\n")
+        if args.markdown is not None:
+            _write(args.markdown, markdown(findings, command))
+
+    try:
+        findings = run_suite(parts, sizes, _watch, save)
+    finally:
+        _watch("")
+    show(findings)
+    for path in (args.json, args.markdown):
+        if path is not None:
+            print(f"wrote {path}", file=sys.stderr)
+    return 1 if all(section.error or not section.rows for section in findings.sections[1:]) else 0
+
+
+# ---- the step of the built-in run ------------------------------------------------------------------------------------
+
+
+def _run_step(args: argparse.Namespace, work: Work) -> int:
     from .report import Report, show
     from .versus import SideFailed, compare
 
@@ -65,42 +124,69 @@ def run_bench(args: argparse.Namespace) -> int:
         _watch("")
     show(report)
     if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise Mistake(f"cannot write {args.json}: {error.strerror}") from error
+        _write(args.json, json.dumps(report.as_dict(), indent=1) + "\n")
         print(f"wrote {args.json}", file=sys.stderr)
     return 0
 
 
-def _work(args: argparse.Namespace) -> Work:
-    least = {"prompts": 1, "samples": 2, "max_new_tokens": 1, "repeats": 1, "threads": 1}
-    for name, number in least.items():
-        value = getattr(args, name)
-        if value is not None and value < number:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {number}; got {value}")
+def _work(args: argparse.Namespace, device: str) -> Work:
     import torch
 
-    from ..train.parts import pick_device
     from .step import Work
 
+    own = set(vars(args)) & {field.name for field in FLAGS} - set(SHARED)
+    strange = [name for name in sorted(own) if getattr(args, name) is not None] + ["quick"] * args.quick
+    strange += ["markdown"] * (args.markdown is not None)
+    if strange:
+        raise ValueError(f"--{strange[0].replace('_', '-')} goes with a part: {', '.join(PARTS)} or all")
     work = Work(
-        prompts=args.prompts,
-        samples=args.samples,
-        max_new_tokens=args.max_new_tokens,
-        repeats=args.repeats,
+        prompts=args.prompts or Work.prompts,
+        samples=args.samples or Work.samples,
+        max_new_tokens=args.max_new_tokens or Work.max_new_tokens,
+        repeats=args.repeats or Work.repeats,
         threads=args.threads or torch.get_num_threads(),
-        device=str(pick_device(args.device)),
+        device=device,
     )
     if work.responses % work.minibatches:
         raise ValueError(
             f"--prompts × --samples must be a multiple of {work.minibatches}, the optimiser steps of a step; "
-            f"got {args.prompts} × {args.samples}"
+            f"got {work.prompts} × {work.samples}"
         )
     return work
 
 
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    least = dict.fromkeys((f.name for f in FLAGS if f.type == "int"), 1) | LEAST
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and value < bound:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}; got {value}")
+
+
+def _check_file(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
+
+
+def _device(name: str) -> str:
+    from ..train.parts import pick_device
+
+    return str(pick_device(name))
+
+
+def _write(path: Path, text: str) -> None:
+    from ..cli import Mistake
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Mistake(f"cannot write {path}: {error.strerror}") from error
+
+
 def _watch(text: str) -> None:
-    """One line of progress on a terminal."""
+    """One line of progress on a terminal; elsewhere nothing."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ..train.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig
+from ..train.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
 
 WARMUP = 1  # steps of each side that do not count
 
@@ -30,6 +30,15 @@ class Work:
     device: str = "cpu"
     seed: int = 0
     lr: float = 1e-9  # the policy stays where it is, and with it the lengths of responses
+    model: str = "builtin"  # or a folder
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    task: str = "arithmetic"  # or a .jsonl file
+    reward: str | None = None  # None: the task's own
+    max_prompt_tokens: int = RolloutConfig.max_prompt_tokens
+    slots: int = RolloutConfig.slots
+    micro: int | None = None  # responses in one pass of TRL; None: the fastest on a CPU
+    checkpointing: bool = False  # TRL's activations computed anew in the backward pass
+    limit: float | None = None  # seconds that a side may take for a step
 
     @property
     def responses(self) -> int:
@@ -97,16 +106,21 @@ def finish(device: str) -> None:
 
 
 def settings(work: Work, folder: Path) -> Config:
-    """``rpg train`` without arguments, but for the sizes and for what would make steps differ from each other."""
+    """``rpg train`` as it comes, but for the sizes and for what would make steps differ from each other."""
     return Config(
         steps=2**31,  # no step is the last, which would be evaluated and saved
         seed=work.seed,
         device=work.device,
+        model=work.model,
+        dtype=work.dtype,
         output=str(folder),
+        task=TaskConfig(name=work.task, reward=work.reward),
         rollout=RolloutConfig(
             prompts=work.prompts,
             samples=work.samples,
             max_new_tokens=work.max_new_tokens,
+            max_prompt_tokens=work.max_prompt_tokens,
+            slots=work.slots,
             dynamic=False,
             overlong=False,
         ),

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the same work, in the fastest of its configurations that this was tried with.
 
 Tried on a CPU: generate() beside continuous batching, micro-batches of different sizes, gradient checkpointing on and
-off. What is faster stands below; ``options`` overrides it.
+off. What is faster stands below; ``options`` and the work itself override it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from ..models import BUILTIN
 from ..tasks import load_task
+from ..tasks.importing import load_function
 from .step import Took, Work, finish, optimiser_steps, use_threads
 
 MICRO_BATCH = 32  # responses in one pass on a CPU: 16, 32 and 64 take it the same time, 8 more
@@ -27,7 +28,7 @@ def arguments(work: Work, folder: str, **options: Any) -> Any:
 
     cpu = work.device == "cpu"
     micro = math.gcd(work.responses // work.minibatches, MICRO_BATCH) if cpu else work.responses // work.minibatches
-    micro = options.pop("micro", micro)
+    micro = options.pop("micro", work.micro or micro)
     a_step = work.responses // work.minibatches // micro
     return GRPOConfig(
         **{
@@ -48,8 +49,8 @@ def arguments(work: Work, folder: str, **options: Any) -> Any:
             "seed": work.seed,
             "shuffle_dataset": False,
             "use_cpu": cpu,
-            "bf16": False,
-            "gradient_checkpointing": False,
+            "bf16": work.dtype == "bfloat16",
+            "gradient_checkpointing": work.checkpointing,
             "disable_dropout": True,
             "dataloader_pin_memory": not cpu,
             "report_to": "none",
@@ -71,13 +72,15 @@ def trl_steps(work: Work, before: Callable[[], None], after: Callable[[Took], No
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     use_threads(work)
-    task = load_task("arithmetic", work.seed)
+    task = load_task(work.task, work.seed)
+    score = task.reward if work.reward is None else load_function(work.reward)
+    folder_of_model = BUILTIN if work.model == "builtin" else work.model
     problems = task.train[: work.prompts * work.steps]
     rows = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
     scores: list[float] = []
 
     def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        scores[:] = [float(task.reward(c, a, p)) for p, c, a in zip(prompts, completions, answer, strict=True)]
+        scores[:] = [float(score(c, a, p)) for p, c, a in zip(prompts, completions, answer, strict=True)]
         return scores
 
     class Timed(trl.GRPOTrainer):  # type: ignore[misc]
@@ -129,8 +132,8 @@ def trl_steps(work: Work, before: Callable[[], None], after: Callable[[Took], No
 
     with TemporaryDirectory(prefix="rpg-bench-") as folder, optimiser_steps() as taken:
         trainer = Timed(
-            model=transformers.AutoModelForCausalLM.from_pretrained(BUILTIN, dtype="float32"),
-            processing_class=transformers.AutoTokenizer.from_pretrained(BUILTIN),
+            model=transformers.AutoModelForCausalLM.from_pretrained(folder_of_model, dtype=work.dtype),
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder_of_model),
             reward_funcs=reward,
             args=arguments(work, folder, **options),
             train_dataset=datasets.Dataset.from_list(rows),

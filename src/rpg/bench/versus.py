@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .rows import error_line
 from .step import WARMUP, Took, Work, peak_memory_gb, rpg_steps
 from .trl_peer import trl_steps
 
@@ -19,6 +20,8 @@ SIDES = ("rpg", "trl")
 
 class SideFailed(Exception):
     """What happened on the other end, in one line."""
+
+    plain = True  # the line says it all, without the name of this class
 
 
 @dataclass
@@ -57,7 +60,42 @@ def _take_steps(side: str, work: Work, before: Callable[[], Any], after: Callabl
         after(next(steps))
 
 
+def _answer(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
+    """A process for one call: what it returns, or the line that it ended with."""
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = nowhere
+        try:
+            pipe.send(function(*arguments))
+        except Exception as error:
+            pipe.send(SideFailed(error_line(error)))
+
+
 # ---- in the parent ---------------------------------------------------------------------------------------------------
+
+
+def apart(function: Callable[..., Any], *arguments: Any, limit: float) -> Any:
+    """The function's result, from a process of its own that is ended after ``limit`` seconds."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    child = context.Process(target=_answer, args=(function, arguments, other), daemon=True)
+    child.start()
+    other.close()
+    try:
+        if not pipe.poll(limit):
+            raise SideFailed(f"no answer within {limit:.0f} s")
+        found = pipe.recv()
+    except EOFError as error:
+        child.join(5)
+        raise SideFailed(f"its process ended with exit code {child.exitcode}") from error
+    finally:
+        pipe.close()
+        child.join(2)
+        if child.is_alive():
+            child.kill()
+            child.join(5)
+    if isinstance(found, SideFailed):
+        raise found
+    return found
 
 
 @contextmanager
@@ -71,6 +109,8 @@ def process(side: str, work: Work) -> Iterator[Callable[[], tuple[Took, float]]]
 
     def receive() -> Any:
         try:
+            if not pipe.poll(work.limit):
+                raise SideFailed(f"no answer within {work.limit} s")
             found = pipe.recv()
         except EOFError as error:
             child.join(5)

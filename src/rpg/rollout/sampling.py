@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,21 +13,47 @@ from torch import Tensor
 
 def uniforms(seed: int, prompt: Sequence[int], sample: int, count: int) -> np.ndarray:
     """The numbers in [0, 1) that decide the tokens of one response: of the seed, the prompt's tokens and the sample."""
-    name = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
-    entropy = (seed, int.from_bytes(name, "little"), sample)
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy))).random(count)
+    return _splitmix([_key(seed, np.asarray(prompt, dtype=np.int64).tobytes(), sample)], count)[0]
+
+
+def uniform_table(seed: int, prompts: Sequence[Sequence[int]], n: int, count: int) -> Tensor:
+    """[prompts·n, count] in float64. A prompt that comes again goes on with other numbers."""
+    seen: Counter[bytes] = Counter()
+    keys = []
+    for prompt in prompts:
+        name = np.asarray(prompt, dtype=np.int64).tobytes()
+        keys += [_key(seed, name, seen[name] + j) for j in range(n)]
+        seen[name] += n
+    return torch.from_numpy(_splitmix(keys, count))
+
+
+def _key(seed: int, prompt: bytes, sample: int) -> int:
+    return int.from_bytes(hashlib.blake2b(b"%d %d " % (seed, sample) + prompt, digest_size=8).digest(), "little")
+
+
+def _splitmix(keys: Sequence[int], count: int) -> np.ndarray:
+    """A stream for each key, [keys, count]: SplitMix64 (Steele, Lea and Flood 2014), the upper 53 bits."""
+    step = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = np.array(keys, dtype=np.uint64)[:, None] + step
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
 def truncate(logits_BV: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """−inf outside the k most probable tokens, and outside the fewest tokens whose probabilities reach top_p."""
+    """−inf outside the k most probable tokens, and outside the fewest tokens whose probabilities reach top_p.
+
+    Top-p looks at what top-k left, renormalised. Tokens tied with the last one kept are kept.
+    """
     if 0 < top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
     if top_p < 1:
-        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-        p_BV = sorted_BV.softmax(-1)
-        outside_BV = p_BV.cumsum(-1) - p_BV >= top_p  # what came before already reaches it
-        logits_BV = logits_BV.masked_fill(outside_BV.scatter(-1, order_BV, outside_BV), -torch.inf)
+        sorted_BV = logits_BV.sort(dim=-1, descending=True).values
+        p_BV = sorted_BV.double().softmax(-1)
+        inside_BV = p_BV.cumsum(-1) - p_BV < top_p  # what came before does not reach it
+        last_B1 = (inside_BV.sum(-1, keepdim=True) - 1).clamp_(min=0)  # none inside only where logits are NaN
+        logits_BV = logits_BV.masked_fill(logits_BV < sorted_BV.gather(-1, last_B1), -torch.inf)
     return logits_BV
 
 

@@ -82,13 +82,28 @@ def with_advantages(batch: Batch, advantage: Advantage, greedy: Sequence[float] 
 
 
 def micro_batches(batch: Batch, tokens: int | None) -> Iterator[Tensor]:
-    """Indices of rows of similar length, each part at most ``tokens`` long with its padding (or a single row)."""
+    """Indices of rows, in parts of at most ``tokens`` (or a single row); a group's prompt counts once in each part.
+
+    Groups stay together, beside those of similar length: short rows need not be padded for long ones' sake, where
+    anything is padded.
+    """
     if tokens is None:
         tokens = CPU_MICRO_TOKENS if batch.ids_BL.device.type == "cpu" else GPU_MICRO_TOKENS
-    order = batch.lengths_B.argsort(stable=True)
-    lengths = batch.lengths_B[order].tolist()
-    begin = 0
-    for end in range(1, len(lengths) + 1):
-        if end == len(lengths) or (end - begin + 1) * lengths[end] > tokens:
-            yield order[begin:end]
-            begin = end
+    about = torch.stack([batch.group_B, batch.start_B, batch.mask_BT.sum(-1)], 1).tolist()
+    longest: dict[int, int] = {}
+    for group, start, length in about:
+        longest[group] = max(longest.get(group, 0), start + length)
+    order = sorted(range(len(about)), key=lambda i: (longest[about[i][0]], about[i][0], about[i][2]))
+    part: list[int] = []
+    size, last = 0, None
+    for i in order:
+        group, start, length = about[i]
+        alone = start + length - 1  # the last token predicts nothing
+        more = alone - start if group == last else alone
+        if part and size + more > tokens:
+            yield torch.tensor(part, device=batch.ids_BL.device)
+            part, size, more = [], 0, alone
+        part.append(i)
+        size, last = size + more, group
+    if part:
+        yield torch.tensor(part, device=batch.ids_BL.device)

@@ -44,6 +44,9 @@ class RolloutConfig:
     """sample from the k most probable tokens only; 0: all"""
     slots: int = 256
     """sequences decoded at the same time; finished ones are replaced at once"""
+    old_logp: Literal["auto", "engine", "recompute"] = "auto"
+    """old log-probabilities: the engine's, or computed anew by the trainer; auto: the engine's in float32, and in
+    bfloat16 as long as the measured difference is harmless"""
     dynamic: bool | None = None
     """drop groups whose rewards are all equal and sample others instead; None: as the algorithm was published"""
     oversample: float = 1.25
@@ -78,7 +81,9 @@ class OptimConfig:
     """times each rollout is used"""
     micro_tokens: int | None = None
     """tokens (padding included) in one forward and backward pass; changes memory and speed, not the gradient; None:
-    1024 on a CPU, where activations then stay in its cache, 16384 on a GPU"""
+    1024 on a CPU, where activations then stay in its cache; on a GPU what fits into its memory, at most 32768"""
+    recompute: bool | None = None
+    """recompute activations in the backward pass: less memory, a third more arithmetic; None: where they do not fit"""
     max_bad_steps: int = 3
     """optimiser steps in a row with a loss or gradient that is not finite, after which the run stops"""
 
@@ -147,7 +152,8 @@ class Config:
     model: str = "builtin"
     """builtin, a Hugging Face folder, or a hub id"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: float32"""
+    """of the weights and the arithmetic; with bfloat16 the optimiser keeps float32 weights and moments; auto: bfloat16
+    on a GPU that has it, else float32"""
     device: str = "auto"
     """auto: cuda if there is one, else cpu"""
     steps: int = 50

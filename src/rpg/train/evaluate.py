@@ -133,7 +133,8 @@ def evaluate(
 def evaluate_model(config: Config) -> Evaluation:
     """``rpg eval``: a model on the held-out problems of a task."""
     task = load_task(config.task.name, config.seed, config.task.test)
-    policy = Policy.load(config.model, device=pick_device(config.device), dtype=pick_dtype(config.dtype))
+    device = pick_device(config.device)
+    policy = Policy.load(config.model, device=device, dtype=pick_dtype(config.dtype, device))
     engine = NativeEngine(policy.model, policy.tokenizer, config.rollout.slots)
     problems = held_out(task, config)
     check_fit(policy, problems, config)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..policy import Policy
-from ..rollout import NativeEngine, NotFinite, Sampling
+from ..rollout import NativeEngine, NotFinite
 from ..tasks import RewardError, Task, load_task
 from . import checkpoint
 from .batch import make_batch, with_advantages
@@ -30,13 +30,14 @@ from .config import Config
 from .evaluate import evaluate
 from .experience import Collector, Cursor, Experience, PromptTooLong
 from .logs import RunLogs, write_summary, write_whole
+from .memory import make_room
 from .optim import ScheduleFreeAdamW, averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
 from .parts import check_fit, check_train, held_out, make_scorer, pick_device, pick_dtype, resolve, warnings_about
 from .reference import Reference, batch_logp, rule_of
 from .settings import flat, to_yaml
 from .stopping import Stop
 from .summary import best_of, memory_metrics, summarise
-from .update import Updater, prepared
+from .update import OldLogp, Updater, prepared
 from .view import View, make_view
 
 MAX_STARVED = 5  # steps in a row without a group to learn from, after which the run ends
@@ -148,12 +149,12 @@ class Trainer:
         for text in warnings_about(self.algorithm, config):
             self._warn(text)
         self.task: Task = load_task(config.task.name, config.seed, config.task.test)
-        dtype = pick_dtype(config.dtype)
-        sampling = config.rollout
-        device = pick_device(config.device)
+        sampling, device = config.rollout, pick_device(config.device)
+        # auto depends on the device, on which a resumed run need not be
+        self.dtype = pick_dtype(config.dtype if found is None else found.state["dtype"], device)
         weights = config.model if found is None else str(found.model_folder)
-        self.policy = Policy.load(weights, device=device, dtype=dtype, temperature=sampling.temperature)
-        self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, sampling.slots)
+        self.policy = Policy.load(weights, device=device, dtype=self.dtype, temperature=sampling.temperature)
+        self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, sampling.slots, self._warn)
         self.problems = held_out(self.task, config)
         check_train(self.policy, self.task, config)
         check_fit(self.policy, self.problems, config)
@@ -163,9 +164,10 @@ class Trainer:
         self.collector = Collector(
             config, self.algorithm, self.policy, self.engine, self.task, self.scorer, self.view.stage
         )
-        self.updater = Updater(config, self.algorithm, self.policy, self.optimizer, folder, self.view.stage)
-        how = Sampling(sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
-        self.recompute_old = dtype != torch.float32 and how.whole
+        held = self.reference.policy is not None
+        self.room = make_room(self.policy, config, held, self.engine.release, self._warn)
+        self.updater = Updater(config, self.algorithm, self.policy, self.optimizer, folder, self.view.stage, self.room)
+        self.old_logp = OldLogp(config, self.algorithm.loss, self.dtype)
         self.done = 0  # steps
         self.tokens_total = 0
         self.starved = 0  # steps in a row
@@ -294,16 +296,17 @@ class Trainer:
         return self.updater.bad_steps >= self.config.optim.max_bad_steps
 
     def _learn(self, experience: Experience, step: int) -> tuple[dict[str, float], list[float]]:
-        policy, micro = self.policy, self.config.optim.micro_tokens
+        policy, anew = self.policy, self.old_logp.recompute
         batch = make_batch(experience.groups, policy.tokenizer.pad_token_id, policy.device)
         self.view.stage("log-probabilities")
-        old_BT = batch_logp(policy, batch, micro) if self.recompute_old else None
-        ref_BT = self.reference.logp(batch, micro)
+        old_BT = self.room.run(batch, lambda tokens: batch_logp(policy, batch, tokens)) if anew else None
+        ref_BT = self.room.run(batch, lambda tokens: self.reference.logp(batch, tokens))
         needs = "ref_logp" in self.algorithm.loss.needs or self.algorithm.advantage.beta > 0
         batch = prepared(batch, old_BT, ref_BT, needs)
         greedy = [group.greedy or 0.0 for group in experience.groups] if self.collector.greedy else None
         batch = with_advantages(batch, self.algorithm.advantage, greedy)
-        metrics = self.updater.update(batch, step)
+        metrics = self.updater.update(batch, step) | {"old_logp/recomputed": float(anew)}
+        self.old_logp.measure(metrics)
         assert batch.advantage is not None
         advantage = batch.advantage if batch.advantage.dim() == 1 else batch.advantage[:, 0]
         return metrics, advantage.tolist()
@@ -348,7 +351,7 @@ class Trainer:
         start = time.perf_counter()
         self.view.stage("saving")
         tensors = {"optimizer": optimizer_tensors(self.optimizer, self.policy.parameters())}
-        if isinstance(self.optimizer, ScheduleFreeAdamW):  # model/ has the average; this is what to go on from
+        if self._averaging:  # model/ has the average; this is what to go on from
             tensors["parameters"] = {name: p.detach() for name, p in self.policy.parameters()}
         if self.reference.policy is not None:
             tensors["reference"] = self.reference.tensors()
@@ -359,6 +362,9 @@ class Trainer:
             "bad_steps": self.updater.bad_steps,
             "cursor": asdict(self.collector.cursor),
             "reference": self.reference.state(),
+            "room": self.room.state(),
+            "mismatch": self.old_logp.measured,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "evals": self.evals,
             "started": self.started,
             "seconds": self.seconds(),
@@ -373,6 +379,11 @@ class Trainer:
         write_summary(self.folder, summarise(self, "running", ""))
         self.saved = self.done
         self.saving_seconds = time.perf_counter() - start
+
+    @property
+    def _averaging(self) -> bool:
+        """Whether what is trained is neither in model/ nor, as masters are, in the optimiser's state."""
+        return isinstance(self.optimizer.optimizer, ScheduleFreeAdamW) and not self.optimizer.has_masters
 
     def _write_model(self, folder: Path) -> None:
         with averaged_weights(self.optimizer):
@@ -392,7 +403,7 @@ class Trainer:
 
     def _load(self, found: checkpoint.Checkpoint) -> None:
         state = found.state
-        if isinstance(self.optimizer, ScheduleFreeAdamW):
+        if self._averaging:
             with torch.no_grad():
                 stored = found.tensors("parameters")
                 for name, p in self.policy.parameters():
@@ -400,6 +411,8 @@ class Trainer:
         load_optimizer(self.optimizer, self.policy.parameters(), found.tensors("optimizer"))
         tensors = found.tensors("reference") if self.reference.policy is not None else {}
         self.reference.load(state["reference"], tensors)
+        self.room.load(state["room"])
+        self.old_logp.measured = state["mismatch"]
         self.collector.cursor = Cursor(**state["cursor"])
         self.updater.bad_steps, self.starved = state["bad_steps"], state["starved"]
         self.saved = found.step

@@ -1,4 +1,4 @@
-"""AdamW and schedule-free AdamW: parameter groups, learning rate, clipping, and the state as named tensors."""
+"""AdamW and schedule-free AdamW: master weights, groups, learning rate, clipping, the state as named tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,89 @@ from .config import OptimConfig
 EMBEDDING = re.compile(r"embed|\bw[tp]e\b")
 FLOOR = 0.1  # of the learning rate, at the last step of a schedule
 EPS = 1e-8
+HALF = (torch.bfloat16, torch.float16)
 
 
-def make_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> Optimizer:
+def make_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> MixedOptimizer:
     """Weight decay on matrices only: not on norms, biases and embeddings."""
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    masters: dict[Tensor, Parameter] = {p: Parameter(p.detach().float()) if p.dtype in HALF else p for _, p in trained}
     groups: dict[bool, list[Parameter]] = {True: [], False: []}
     for name, p in trained:
-        groups[p.dim() >= 2 and not EMBEDDING.search(name)].append(p)
+        groups[p.dim() >= 2 and not EMBEDDING.search(name)].append(masters[p])
     made = [{"params": ps, "weight_decay": decayed * config.weight_decay} for decayed, ps in groups.items() if ps]
     if not made:
         raise ValueError("the model has no parameter that requires a gradient")
     if config.name == "schedule-free":
-        return ScheduleFreeAdamW(made, lr=config.lr, betas=config.betas)
+        return MixedOptimizer(ScheduleFreeAdamW(made, lr=config.lr, betas=config.betas), masters)
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in trained)
-    return AdamW(made, lr=config.lr, betas=config.betas, eps=EPS, fused=fused, foreach=None if fused else True)
+    adamw = AdamW(made, lr=config.lr, betas=config.betas, eps=EPS, fused=fused, foreach=None if fused else True)
+    return MixedOptimizer(adamw, masters)
+
+
+class MixedOptimizer:
+    """An optimiser whose arithmetic is float32, whatever the parameters are.
+
+    A parameter of half precision has a float32 master. The moments are the master's, micro-batches' gradients are
+    summed at the master, and after a step the parameter, in its place, is the master rounded. (bfloat16 has 8 bits: an
+    update below a 256th of a weight would be lost in it.) Any other parameter is its own master.
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: dict[Tensor, Parameter]):
+        self.optimizer, self.masters = optimizer, masters  # by parameter, in the model's order
+        self._rounded = [(p, master) for p, master in masters.items() if p is not master]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def has_masters(self) -> bool:
+        return bool(self._rounded)
+
+    def state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Its moments; empty before its first step."""
+        return self.optimizer.state.get(self.masters[parameter]) or {}
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """After a micro-batch: its gradients go into the float32 sums and are dropped."""
+        fresh: tuple[list[Tensor], list[Tensor]] = [], []
+        known: tuple[list[Tensor], list[Tensor]] = [], []
+        for p, master in self._rounded:
+            if p.grad is None:
+                continue
+            sums, grads = fresh if master.grad is None else known
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            sums.append(master.grad)
+            grads.append(p.grad)
+            p.grad = None
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+        if known[0]:
+            torch._foreach_add_(*known)
+
+    def clip(self, max_norm: float) -> float:
+        """clip_gradients of the sums."""
+        self.accumulate()
+        return clip_gradients(self.masters.values(), max_norm)
+
+    def step(self) -> None:
+        self.accumulate()
+        self.optimizer.step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Parameters of half precision from their masters."""
+        if self._rounded:
+            torch._foreach_copy_([p for p, _ in self._rounded], [master for _, master in self._rounded])
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for p, _ in self._rounded:
+            p.grad = None
 
 
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
@@ -116,19 +184,29 @@ class ScheduleFreeAdamW(Optimizer):
     def averaged(self, params: Iterable[Tensor]) -> list[Tensor]:
         """x of each parameter, as new tensors."""
         beta = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
-        return [p.lerp(self.state[p]["z"], 1 - 1 / beta[p]) if self.state.get(p) else p.clone() for p in params]
+        return [self._average(p, beta[p]) for p in params]
+
+    def _average(self, p: Tensor, beta: float) -> Tensor:
+        return p.lerp(self.state[p]["z"], 1 - 1 / beta) if self.state.get(p) else p.clone()
+
+    @torch.no_grad()
+    def put_average(self, masters: Mapping[Tensor, Parameter]) -> None:
+        """x into each parameter, where ``masters`` are those that are stepped: one at a time, for the memory."""
+        beta = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
+        for p, master in masters.items():
+            p.copy_(self._average(master, beta[master]))
 
 
 @contextlib.contextmanager
-def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
+def averaged_weights(optimizer: MixedOptimizer) -> Iterator[None]:
     """Within: the parameters to evaluate and to ship, x of schedule-free. After: the very bits of before."""
-    if not isinstance(optimizer, ScheduleFreeAdamW):
+    if not isinstance(optimizer.optimizer, ScheduleFreeAdamW):
         yield
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = list(optimizer.masters)
     with torch.no_grad():
         before = [p.clone() for p in params]
-        torch._foreach_copy_(params, optimizer.averaged(params))
+        optimizer.optimizer.put_average(optimizer.masters)
     try:
         yield
     finally:
@@ -141,43 +219,59 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
 COUNTERS = ("step", "largest_lr", "total_weight")  # of a schedule-free group
 
 
-def optimizer_tensors(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizer: MixedOptimizer, named_parameters: Iterable[tuple[str, Parameter]]
+) -> dict[str, Tensor]:
     """The whole state by name, ``layer.weight/exp_avg``; not the learning rate: the step decides it. Not copied."""
     found: dict[str, Tensor] = {}
-    names = _names(optimizer, named_parameters)
-    for p, name in names.items():
-        state = optimizer.state.get(p) or {"none": torch.zeros(0)}  # never had a gradient
+    for p, name in _names(optimizer, named_parameters).items():
+        state = optimizer.state_of(p) or {"none": torch.zeros(0)}  # never had a gradient
         found |= {f"{name}/{key}": torch.as_tensor(value) for key, value in state.items()}
+        if (master := optimizer.masters[p]) is not p:
+            found[f"{name}/master"] = master.detach()
     for i, group in enumerate(optimizer.param_groups):
         counters = (key for key in COUNTERS if key in group)
         found |= {f"group/{i}/{key}": torch.tensor(group[key], dtype=torch.float64) for key in counters}
     return found
 
 
+@torch.no_grad()
 def load_optimizer(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]], tensors: Mapping[str, Tensor]
+    optimizer: MixedOptimizer, named_parameters: Iterable[tuple[str, Parameter]], tensors: Mapping[str, Tensor]
 ) -> None:
-    """The state that optimizer_tensors() gave, bit for bit, into an optimiser made in the same way."""
+    """The state that optimizer_tensors() gave, bit for bit, into an optimiser made in the same way.
+
+    Masters come with it, and the parameters that they round to.
+    """
     names = _names(optimizer, named_parameters)
     left = dict(tensors)
-    state: dict[int, dict[str, Tensor]] = {}
-    keys = ("z", "square") if isinstance(optimizer, ScheduleFreeAdamW) else ("step", "exp_avg", "exp_avg_sq")
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    for i, p in enumerate(params):
-        if left.pop(f"{names[p]}/none", None) is None:
-            state[i] = {key: _pop(left, f"{names[p]}/{key}", None if key == "step" else p).clone() for key in keys}
-    groups = optimizer.state_dict()["param_groups"]
+    inner = optimizer.optimizer
+    keys = ("z", "square") if isinstance(inner, ScheduleFreeAdamW) else ("step", "exp_avg", "exp_avg_sq")
+    states: dict[Parameter, dict[str, Tensor]] = {}
+    stored: dict[Parameter, Tensor] = {}
+    for p, name in names.items():
+        master = optimizer.masters[p]
+        if left.pop(f"{name}/none", None) is None:
+            states[master] = {key: _pop(left, f"{name}/{key}", None if key == "step" else p).clone() for key in keys}
+        if master is not p:
+            stored[master] = _pop(left, f"{name}/master", p)
+    groups = inner.state_dict()["param_groups"]
     for i, group in enumerate(groups):
         counters = {key: _pop(left, f"group/{i}/{key}", None).item() for key in COUNTERS if key in group}
         group |= {key: int(value) if key == "step" else value for key, value in counters.items()}
     if left:
         raise ValueError(f"the optimiser state is of another model or optimiser: it has {next(iter(left))!r}")
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    stepped = chain.from_iterable(group["params"] for group in inner.param_groups)
+    state = {i: states[master] for i, master in enumerate(stepped) if master in states}
+    inner.load_state_dict({"state": state, "param_groups": groups})
+    for master, value in stored.items():
+        master.copy_(value)
+    optimizer.round()
 
 
-def _names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Parameter, str]:
-    by_parameter = {p: name for name, p in named_parameters}
-    return {p: by_parameter[p] for group in optimizer.param_groups for p in group["params"]}
+def _names(optimizer: MixedOptimizer, named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Tensor, str]:
+    by_parameter: dict[Tensor, str] = {p: name for name, p in named_parameters}
+    return {p: by_parameter[p] for p in optimizer.masters}
 
 
 def _pop(tensors: dict[str, Tensor], name: str, like: Tensor | None) -> Tensor:

@@ -96,10 +96,8 @@ def warnings_about(chosen: Algorithm, config: Config) -> Iterator[str]:
             f"{chosen.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if (rollout.top_p < 1 or rollout.top_k > 0) and rollout.old_logp != "recompute":
         yield "with top-p or top-k the ratios of policy to sampler start below 1, and a clip takes that for drift"
-    if config.dtype == "bfloat16":
-        yield "bfloat16 weights: an update smaller than a 256th of its weight is lost; float32 keeps it"
     has_kl = (loss.divergence != "none" and loss.beta > 0) or chosen.advantage.beta > 0
     if config.reference.update != "auto" and not has_kl:
         yield f"reference.update={config.reference.update} has no effect: {chosen.name} has no KL term"
@@ -116,8 +114,13 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def pick_dtype(name: str) -> torch.dtype:
-    return {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type != "cuda":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
 
 
 def held_out(task: Task, config: Config) -> list[Problem]:

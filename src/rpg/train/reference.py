@@ -93,6 +93,6 @@ def batch_logp(policy: Policy, batch: Batch, micro_tokens: int | None) -> Tensor
     out_BT = torch.zeros_like(batch.old_logp_BT)
     for index in micro_batches(batch, micro_tokens):
         part = batch.rows(index)
-        logp_BT = policy.score(part.ids_BL, part.start_B, part.mask_BT).logp_BT
+        logp_BT = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B).logp_BT
         out_BT[index, : logp_BT.shape[1]] = logp_BT
     return out_BT

@@ -15,16 +15,19 @@ from torch import Tensor
 from ..algorithms import Algorithm
 from ..clipping import Adaptive, curvature_keep
 from ..losses import LossOutput, PolicyLoss
+from ..mismatch import SequenceMask
 from ..objective import at_level, k3
 from ..policy import Policy, Scored
 from .batch import Batch, micro_batches
 from .config import Config
-from .optim import clip_gradients, learning_rate
+from .memory import Room, make_room
+from .optim import MixedOptimizer, learning_rate
 from .randomness import permutation
 
 LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # the largest counts; of the others the mean
 NO_MEAN = ("tokens", "sequences")
 WHOLE = 2**62  # tokens of a micro-batch that is all of the optimiser step
+HARMLESS = 2e-4  # KL per token between engine and trainer: see OldLogp
 
 
 class Means:
@@ -59,9 +62,10 @@ class Updater:
         config: Config,
         algorithm: Algorithm,
         policy: Policy,
-        optimizer: torch.optim.Optimizer,
+        optimizer: MixedOptimizer,
         folder: Path,
         watch: Callable[[str], None] = lambda text: None,
+        room: Room | None = None,
     ):
         self.config, self.algorithm, self.policy, self.optimizer = config, algorithm, policy, optimizer
         if algorithm.curvature_gate and not policy.linear:
@@ -71,6 +75,7 @@ class Updater:
         self.folder, self.watch = folder, watch
         self.bad_steps = 0
         self.messages: list[str] = []
+        self.room = make_room(policy, config, warn=self.messages.append) if room is None else room
 
     @property
     def steps_a_batch(self) -> int:
@@ -99,7 +104,7 @@ class Updater:
                     group["lr"] = lr
                 loss, found = self._gradients(minibatch, means, first=number == (step - 1) * self.steps_a_batch)
                 metrics |= found
-                norm = clip_gradients((p for _, p in self.policy.parameters()), optim.max_grad_norm)
+                norm = self.optimizer.clip(optim.max_grad_norm)
                 if math.isfinite(loss) and math.isfinite(norm):
                     self.optimizer.step()
                     self.bad_steps = 0
@@ -109,7 +114,7 @@ class Updater:
                     skipped += 1
                     self.bad_steps += 1
                     self._keep_for_inspection(minibatch, step, number, loss, norm)
-                self.optimizer.zero_grad(set_to_none=True)
+                self.optimizer.zero_grad()
                 number += 1
         if losses:
             metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
@@ -120,20 +125,30 @@ class Updater:
 
         The metrics are those of the whole optimiser step, however it was cut.
         """
-        tokens = WHOLE if self.algorithm.loss.control_variate else self.config.optim.micro_tokens
+        whole = self.algorithm.loss.control_variate
+
+        def attempt(tokens: int) -> tuple[float, Tensor]:
+            return self._accumulate(batch, means, WHOLE if whole else tokens)
+
+        loss, logp_BT = self.room.run(batch, attempt, undo=self.optimizer.zero_grad, whole=whole)
+        return loss, self._mismatch(batch, logp_BT) if first else {}
+
+    def _accumulate(self, batch: Batch, means: Means, tokens: int) -> tuple[float, Tensor]:
+        """Gradients of micro-batches of so many tokens; the sum of their losses, and the policy's logp_BT."""
         cuts = list(micro_batches(batch, tokens))
         rule = self._fitted([batch.rows(index) for index in cuts])
         denominator = rule.step_denominator(batch.mask_BT)
         logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
         keep_BT = torch.ones_like(batch.mask_BT) if self.algorithm.curvature_gate else None
-        loss = 0.0
+        losses = []
         for index in cuts:
             part = batch.rows(index)
-            scored = self.policy.score(part.ids_BL, part.start_B, part.mask_BT)
+            scored = self._score(part)
             keep = None if keep_BT is None else self._keep(rule, part, scored, denominator)
             out = self._loss(rule, part, scored.logp_BT, scored.entropy_BT, denominator, keep)
             out.loss.backward()  # type: ignore[no-untyped-call]
-            loss += float(out.loss.detach())
+            self.optimizer.accumulate()
+            losses.append(out.loss.detach())
             width = part.mask_BT.shape[1]
             logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT
             if keep_BT is not None and keep is not None:
@@ -143,7 +158,10 @@ class Updater:
             if keep_BT is not None:
                 metrics = metrics | {"clip/gated": (~keep_BT)[batch.mask_BT].float().mean()}
             means.add(metrics)
-        return loss, self._mismatch(batch, logp_BT) if first else {}
+        return sum(torch.stack(losses).tolist()), logp_BT
+
+    def _score(self, part: Batch) -> Scored:
+        return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, self.room.recompute)
 
     def _mismatch(self, batch: Batch, logp_BT: Tensor) -> dict[str, float]:
         """Before the first optimiser step the policy is the one that sampled: what differs is the engine.
@@ -189,7 +207,7 @@ class Updater:
             return rule
         ratios = []
         for part in parts:
-            logp = self.policy.score(part.ids_BL, part.start_B, part.mask_BT).logp_BT
+            logp = self._score(part).logp_BT
             log_w = at_level(logp - part.old_logp_BT, part.mask_BT, rule.level)
             ratios.append(log_w[part.mask_BT] if rule.level == "token" else log_w)
         log_w = torch.cat(ratios)
@@ -210,7 +228,7 @@ class Updater:
         share_B = torch.full_like(part.reward_B, 1 / denominator)
         if rule.reduction == "seq-mean-token-mean":
             share_B = share_B / part.mask_BT.sum(-1)
-        state = self.optimizer.state.get(head) or {}
+        state = self.optimizer.state_of(head)
         second = state.get("exp_avg_sq")
         scale = None
         if second is not None:
@@ -240,6 +258,35 @@ class Updater:
         self.messages.append(
             f"step {step}: loss {loss}, gradient norm {norm}: optimiser step skipped, its batch is {path}.safetensors"
         )
+
+
+class OldLogp:
+    """Whether the old log-probabilities are the engine's, or the trainer's of before the first optimiser step.
+
+    In float32 the engine's are the trainer's. In half precision they differ, and what differs is taken for drift: the
+    ratios start at e^δ instead of 1. A KL of k per token means a δ of about √(2k), which is 0.02 at HARMLESS: a tenth
+    of the usual clip range of 0.2, and far below what an optimiser step does. So the engine's are taken while the KL
+    that the step before has measured is no more; the first step computes them. At sequence level the δ of hundreds of
+    tokens add up, against a clip range of GSPO's 3e-4 too: there they are always computed anew. A mismatch rule needs
+    both. With top-p or top-k the engine's are of the truncated distribution, and taken unless a setting says otherwise.
+    """
+
+    def __init__(self, config: Config, rule: PolicyLoss, dtype: torch.dtype):
+        rollout, setting = config.rollout, config.rollout.old_logp
+        self.measured: float | None = None  # mismatch/kl of the step before
+        corrects = rule.mismatch is not None and not isinstance(rule.mismatch, SequenceMask)
+        if setting == "engine" and corrects:
+            raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to correct: auto or recompute")
+        exact = dtype in (torch.float32, torch.float64) or rollout.top_p < 1 or rollout.top_k > 0
+        self.always = setting == "recompute" or corrects or (setting == "auto" and not exact and rule.level != "token")
+        self.never = not self.always and (setting == "engine" or exact)
+
+    @property
+    def recompute(self) -> bool:
+        return self.always or not (self.never or (self.measured is not None and self.measured <= HARMLESS))
+
+    def measure(self, metrics: dict[str, float]) -> None:
+        self.measured = metrics.get("mismatch/kl", self.measured)
 
 
 def prepared(batch: Batch, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, needs_ref: bool) -> Batch:

@@ -1,0 +1,87 @@
+"""Models of known shapes with random weights, made on the device, and a tokenizer whose words are numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .sizes import Sizes
+
+QWEN = {"vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny": ("LlamaConfig", {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+                             "tie_word_embeddings": True}),
+    "17m": ("LlamaConfig", {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
+                            "num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 32768,
+                            "tie_word_embeddings": True}),
+    "0.5b": ("Qwen2Config", {**QWEN, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                             "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "1.5b": ("Qwen2Config", {**QWEN, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                             "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "4b": ("Qwen3Config", {**QWEN, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                           "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+def make_model(name: str, sizes: Sizes, dtype: str | None = None, seed: int = 0, **changes: Any) -> Any:
+    """A model that never ends a response by itself, so that all lengths are equal."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    kind = getattr(torch, dtype or sizes.dtype)
+    if name in SHAPES:
+        architecture, settings = SHAPES[name]
+        config = getattr(transformers, architecture)(**_settings(settings | changes))
+        torch.manual_seed(seed)
+        with torch.device(sizes.device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
+    else:
+        from ..policy import Policy
+
+        model = Policy.load(name, device=sizes.device, dtype=kind).model
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    return model.eval()
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without special tokens; rope as transformers 5 wants it."""
+    theta = settings.pop("rope_theta", 10000.0)
+    rope = {"rope_type": "default", "rope_theta": theta}
+    return settings | {"rope_parameters": rope, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+@cache
+def make_tokenizer(vocabulary: int) -> Any:
+    """Token i is the word i. The end token is one that the model does not have: no response ends with it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0} | {str(i): i for i in range(1, vocabulary)} | {"<eos>": vocabulary}
+    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+
+
+def vocabulary(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """Without token 0, the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[list[int]] = torch.randint(1, vocab, (count, length), generator=generator).tolist()
+    return found
+
+
+def save_model(sizes: Sizes, folder: Path) -> int:
+    """Model and tokenizer as a Hugging Face folder, for sides that load one; its vocabulary."""
+    model = make_model(sizes.model, sizes)
+    model.save_pretrained(folder)
+    make_tokenizer(vocabulary(model)).save_pretrained(folder)
+    return vocabulary(model)

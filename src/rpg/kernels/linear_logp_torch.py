@@ -1,0 +1,72 @@
+"""What linear_logp does with a chunk of logits, in torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Slope(NamedTuple):
+    """What a chunk's gradient needs of each token: normalisers, values, and the gradients that came in."""
+
+    norm_N: Tensor  # log p = z − norm
+    entropy_N: Tensor
+    d_logp_N: Tensor
+    d_entropy_N: Tensor | None  # None: nobody asked
+    ref_norm_N: Tensor | None = None  # log q = z_ref − ref_norm
+    kl_N: Tensor | None = None
+    d_kl_N: Tensor | None = None
+
+    def of(self, tokens: slice) -> Slope:
+        return Slope(*(None if x is None else x[tokens] for x in self))  # type: ignore[arg-type]
+
+
+def observe(sums: Tensor, logits_NC: Tensor, ref_NC: Tensor | None, target_N: Tensor, first: int, scale: float) -> None:
+    """Take the words first, first + 1, … into the sums (see _sums). z = logits·scale; logits are lost."""
+    top_N, total_N, lean_N, picked_N = sums[:4]
+    z_NC = logits_NC.mul_(scale)
+    inside_N, place_N = _place(target_N, first, z_NC.shape[1])
+    picked_N.copy_(torch.where(inside_N, z_NC.gather(1, place_N.unsqueeze(1)).squeeze(1), picked_N))
+    gap_NC = None if ref_NC is None else z_NC - ref_NC.mul_(scale)
+    new_N = torch.maximum(top_N, z_NC.amax(1))
+    drop_N = top_N - new_N
+    fade_N = drop_N.exp()
+    e_NC = z_NC.sub_(new_N.unsqueeze(1)).exp()
+    lean_N.addcmul_(total_N, drop_N).mul_(fade_N).add_(z_NC.mul_(e_NC).sum(1))
+    total_N.mul_(fade_N).add_(e_NC.sum(1))
+    top_N.copy_(new_N)
+    if ref_NC is not None and gap_NC is not None:
+        ref_top_N, ref_total_N, gap_N = sums[4:]
+        gap_N.mul_(fade_N).add_(gap_NC.mul_(e_NC).sum(1))
+        new_N = torch.maximum(ref_top_N, ref_NC.amax(1))
+        ref_total_N.mul_((ref_top_N - new_N).exp()).add_(ref_NC.sub_(new_N.unsqueeze(1)).exp_().sum(1))
+        ref_top_N.copy_(new_N)
+
+
+def slope(
+    by: Slope, logits_NC: Tensor, ref_NC: Tensor | None, target_N: Tensor, first: int, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """The gradient for a chunk of logits, which are lost.
+
+    ∂logp/∂z = 1[target] − p,  ∂entropy/∂z = −p·(log p + entropy),  ∂KL/∂z = p·(log p − log q − KL)
+    """
+    logp_NC = logits_NC.mul_(scale).sub_(by.norm_N.unsqueeze(1))
+    p_NC = logp_NC.exp()
+    pull = by.d_logp_N.unsqueeze(1)
+    if by.d_entropy_N is not None:
+        pull = pull + by.d_entropy_N.unsqueeze(1) * (logp_NC + by.entropy_N.unsqueeze(1))
+    if ref_NC is not None and by.d_kl_N is not None and by.ref_norm_N is not None and by.kl_N is not None:
+        logq_NC = ref_NC.mul_(scale).sub_(by.ref_norm_N.unsqueeze(1))
+        pull = pull - by.d_kl_N.unsqueeze(1) * (logp_NC - logq_NC - by.kl_N.unsqueeze(1))
+    inside_N, place_N = _place(target_N, first, p_NC.shape[1])
+    d_NC = p_NC.mul_(pull).neg_()
+    d_NC.scatter_add_(1, place_N.unsqueeze(1), (by.d_logp_N * inside_N).unsqueeze(1))
+    return d_NC.mul_(scale).to(dtype)
+
+
+def _place(target_N: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Whether the target is among the words first … first + width − 1, and where (somewhere valid if it is not)."""
+    place_N = target_N - first
+    return (place_N >= 0) & (place_N < width), place_N.clamp(0, width - 1)

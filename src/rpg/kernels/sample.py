@@ -1,0 +1,97 @@
+"""One token for each row of logits, as rpg.rollout.sampling.sample draws them: one pass over the logits, no sorting.
+
+The pass leaves, of every 64 words, the largest logit and the sum of their weights. Of the whole distribution a second
+kernel then reads the 64 words in which the cumulative distribution passes the uniform number. A truncated one takes
+from those figures a logit that every token kept reaches, collects the few tokens that do, and searches among these for
+the exact threshold; where they are many (a nearly uniform distribution) it searches the whole row, some ten passes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .decode import has_triton, next_power_of_2
+
+PIECE = 64
+ROOM = 8192  # tokens collected for the search
+
+
+def fused_sample(
+    logits_AV: Tensor, uniform_A: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Tokens [A], int64, and their log-probabilities in what they were drawn from: tempered, truncated, renormalised.
+
+    Tokens tied with the last one kept are kept. On a GPU safe inside a CUDA graph; elsewhere this is sample().
+    """
+    if not has_triton(logits_AV):
+        from ..rollout.sampling import sample
+
+        return sample(logits_AV, uniform_A, temperature, top_p, top_k)
+    if temperature == 0:
+        token_A = logits_AV.argmax(-1)
+        return token_A, torch.zeros_like(token_A, dtype=torch.float32)
+    return launch(logits_AV, uniform_A, temperature, top_p, top_k)
+
+
+def launch(
+    logits_AV: Tensor,
+    uniform_A: Tensor,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    room: int = ROOM,
+    piece: int = PIECE,
+    block: int = 4096,
+    warps: int = 8,
+    search: tuple[int, int, int] = (2048, 8, 16),
+) -> tuple[Tensor, Tensor]:
+    """fused_sample by the kernels, with their settings; ``search``: words a block, thresholds a pass, warps."""
+    from .sample_triton import bound, collect, draw_truncated, draw_whole, pieces
+
+    A, V = logits_AV.shape
+    device = logits_AV.device
+    token_A = torch.empty(A, dtype=torch.int64, device=device)
+    logp_A = torch.empty(A, dtype=torch.float32, device=device)
+    if A == 0:
+        return token_A, logp_A
+    if logits_AV.stride(1) != 1:
+        logits_AV = logits_AV.contiguous()
+    factor, inverse = math.log2(math.e) / temperature, 1 / temperature
+    N = -(-V // (16 * piece)) * 16  # rows that start where wide loads may
+    size = next_power_of_2(N)
+    block = min(block, size * piece)
+    top_AN, mass_AN = torch.empty((2, A, N), dtype=torch.float32, device=device)
+    grid = (-(-N * piece // block), A)
+    pieces[grid](logits_AV, top_AN, mass_AN, logits_AV.stride(0), V, N, factor, piece, block // piece, num_warps=warps)
+    strides = (logits_AV.stride(0), uniform_A.stride(0))
+    by_k, by_p = 0 < top_k < V, top_p < 1
+    if not (by_k or by_p):
+        draw_whole[(A,)](
+            logits_AV, uniform_A, top_AN, mass_AN, token_A, logp_A, *strides, V, N, factor, inverse, piece, size,
+            num_warps=8,
+        )  # fmt: skip
+        return token_A, logp_A
+    room = min(room, next_power_of_2(V))
+    ids_AN = torch.empty((A, N), dtype=torch.int32, device=device)
+    found_A, count_A = torch.empty((2, A), dtype=torch.int32, device=device)
+    floor_A, best_A, total_A = torch.empty((3, A), dtype=torch.float32, device=device)
+    values_AR = torch.empty((A, room), dtype=logits_AV.dtype, device=device)
+    words_AR = torch.empty((A, room), dtype=torch.int32, device=device)
+    bound[(A,)](
+        top_AN, mass_AN, ids_AN, found_A, floor_A, best_A, total_A, N, factor, top_k, top_p,
+        by_k, piece, size, 12, num_warps=8,
+    )  # fmt: skip
+    collect[(A,)](
+        logits_AV, ids_AN, found_A, floor_A, values_AR, words_AR, count_A, logits_AV.stride(0), V, N,
+        room, piece, min(2048 // piece, size), num_warps=8,
+    )  # fmt: skip
+    words, ways, warps = search
+    words = min(words, max(128, next_power_of_2(V)))
+    draw_truncated[(A,)](
+        logits_AV, uniform_A, values_AR, words_AR, count_A, floor_A, best_A, total_A, token_A, logp_A,
+        *strides, V, factor, inverse, top_k, top_p, by_k, by_p, room, words, ways, num_warps=warps,
+    )  # fmt: skip
+    return token_A, logp_A

@@ -1,0 +1,199 @@
+"""Every part runs for real on a CPU, at sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+
+from rpg.bench import command, rollout, suite, whole
+from rpg.bench.counts import Ceilings
+from rpg.bench.logp import logp_section
+from rpg.bench.rollout import rollout_section
+from rpg.bench.rows import Row, Section
+from rpg.bench.scaling import grid, scaling_section
+from rpg.bench.sizes import sizes_for
+from rpg.bench.train import train_section
+from rpg.bench.versus import SideFailed, apart
+from rpg.bench.whole import step_section
+from rpg.bench.words import odd_end
+from rpg.cli import Mistake, Parser, main
+
+SIZES = sizes_for("cpu", draws=512, repeats=1, new_tokens=8, peer_new_tokens=4)
+CEILINGS = Ceilings(flops=1e11, bytes=1e10)
+
+
+def quiet(text):
+    pass
+
+
+def finite(section, without=()):
+    """Rows that have numbers, all of them finite; ``without``: rows that say instead why they have none."""
+    assert not section.error
+    assert [row.name for row in section.rows if row.error] == list(without)
+    rows = [row for row in section.rows if not row.error]
+    assert rows
+    known = {column.key for column in section.columns}
+    for row in rows:
+        assert row.values
+        assert set(row.values) <= known
+        assert all(math.isfinite(value) and value >= 0 for value in row.values.values()), row
+    return {row.name: row.values for row in rows}
+
+
+def test_rollout(monkeypatch):
+    monkeypatch.setattr(rollout, "apart", lambda function, sizes, limit: function(sizes))  # that process: test_apart
+    rows = finite(rollout_section(SIZES, CEILINGS, quiet))
+    own, generate = rows["rpg tiny"], rows["transformers generate tiny"]
+    for found in (own, generate):
+        assert found["× floor"] == pytest.approx(found["ms a step"] / found["floor ms"])
+    assert own["tokens/s"] * own["ms a step"] / 1000 == pytest.approx(
+        SIZES.prompts, rel=0.05
+    )  # without a watch of its own
+    assert rows["transformers continuous batching tiny"]["tokens/s"] > 0
+    assert len(rows) == 6
+
+
+def test_rollout_targets():
+    rows = [Row("own", {"tokens/s": 100.0, "× floor": 6.0}), Row("generate", {"tokens/s": 5.0}), Row("small")]
+    section = Section("rollout", "", rollout.COLUMNS, rows=rows)
+    rollout._set_targets(section, "own", "generate", "small")
+    assert [[t.mark for t in row.targets] for row in section.rows] == [["✓", "✗"], [], ["?"]]
+    assert section.rows[0].values == {"tokens/s": 100.0, "× floor": 6.0}
+
+
+def test_logp():
+    skipped = ["Liger GRPO loss", "cut-cross-entropy"]
+    rows = finite(logp_section(SIZES, CEILINGS, quiet), without=skipped)
+    assert rows["rpg linear_logp"]["logp error"] < 1e-4
+    assert rows["TRL's fused head"]["d head error"] < 1e-4
+    products = rows["three bare products"]["ms"]
+    assert rows["rpg linear_logp"]["× products"] == pytest.approx(rows["rpg linear_logp"]["ms"] / products)
+
+
+def test_train():
+    rows = finite(train_section(SIZES, CEILINGS, quiet))
+    assert list(rows) == ["rpg tiny", "rpg tiny, recompute"]
+    for found in rows.values():
+        assert found["TFLOP repeated"] > found["TFLOP"]
+        assert found["% of rate"] == pytest.approx(100 * found["floor s"] / found["seconds"])
+        assert found["floor s"] == pytest.approx(found["TFLOP"] * 1e12 / CEILINGS.flops)
+
+
+def test_scaling():
+    rows = finite(scaling_section(SIZES, CEILINGS, quiet))
+    assert {name.split()[0].strip(",") for name in rows} == {"decode", "head", "train"}
+    assert rows["decode tiny, 4 rows of 64"]["floor ms"] > rows["decode tiny, 4 rows of 32"]["floor ms"]
+    assert rows["head, 32 × 32 × 128"]["floor ms"] == pytest.approx(2 * rows["head, 32 × 32 × 64"]["floor ms"])
+
+
+def test_the_grid_of_a_gpu():
+    names = list(grid(sizes_for("cuda"), CEILINGS))
+    for text in ("64 rows of 8,192", "512 rows of 512", "× 256,000", "train 4b, 64 responses, recompute", "decode 17m"):
+        assert any(text in name for name in names), text
+    assert len(grid(sizes_for("cuda", True), CEILINGS)) < len(names)
+
+
+def test_step_beside_trl():
+    pytest.importorskip("trl")
+    rows = finite(step_section(SIZES, CEILINGS, quiet))
+    assert list(rows) == ["rpg tiny", "TRL GRPOTrainer tiny"]
+    responses = SIZES.groups * SIZES.samples
+    for found in rows.values():  # every response has its full length
+        assert found["tokens/s"] * found["step s"] == pytest.approx(responses * SIZES.new_tokens)
+        assert found["rollout s"] + found["reward s"] + found["train s"] == pytest.approx(found["step s"])
+
+
+def test_trl_tries_half_where_memory_is_short(monkeypatch):
+    tried = []
+
+    def compare(work, sides, watch):
+        tried.append(work.micro)
+        if work.micro > 4:
+            raise SideFailed("trl: OutOfMemoryError: CUDA out of memory")
+        return {"trl": "done"}
+
+    monkeypatch.setattr(whole, "compare", compare)
+    work = whole.Work(micro=8)
+    assert whole._trl(work, quiet) == "done"
+    assert tried == [8, 4]
+    with pytest.raises(SideFailed):
+        whole._trl(whole.Work(micro=64), quiet)
+
+
+def test_the_reward_tells_responses_apart():
+    assert [odd_end(text, "", "") for text in ("4 7", "7 4", "")] == [1.0, 0.0, 0.0]
+
+
+def test_apart():
+    assert apart(math.sqrt, 4.0, limit=60) == 2.0
+    with pytest.raises(SideFailed, match=r"^ValueError: "):
+        apart(math.sqrt, -1.0, limit=60)
+    begin = time.perf_counter()
+    with pytest.raises(SideFailed, match="no answer within 1 s"):
+        apart(time.sleep, 60, limit=1)
+    assert time.perf_counter() - begin < 30
+
+
+# ---- the suite and the command ---------------------------------------------------------------------------------------
+
+
+def test_a_section_that_fails_does_not_end_the_others(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    def works(*_):
+        return Section("train", "Training", suite.CEILING_COLUMNS, rows=[Row("a", {"GB/s": 1.0})])
+
+    monkeypatch.setattr(suite, "SECTIONS", {"logp": broken, "train": works})
+    saved = []
+    found = suite.run_suite(("logp", "train"), SIZES, quiet, lambda f: saved.append(len(f.sections)))
+    assert [section.error for section in found.sections] == ["", "RuntimeError: no such kernel", ""]
+    assert saved == [2, 3]
+    assert found.sections[0].rows[0].values["TFLOP/s"] > 0
+
+
+def test_a_row_that_fails_does_not_end_its_section(monkeypatch):
+    def broken():
+        raise MemoryError("too much\nreally")
+
+    monkeypatch.setattr("rpg.bench.scaling.grid", lambda *_: {"a": broken, "b": lambda: {"ms": 1.0}})
+    section = scaling_section(SIZES, CEILINGS, quiet)
+    assert [(row.name, row.error) for row in section.rows] == [("a", "MemoryError: too much"), ("b", "")]
+
+
+def test_command(tmp_path, capsys):
+    sizes = ["--tokens", "8", "--hidden", "4", "--vocab", "12", "--matmul", "64", "--copy", "4096", "--quick"]
+    files = ["--json", str(tmp_path / "found.json"), "--markdown", str(tmp_path / "found.md")]
+    assert main(["bench", "logp", "--device", "cpu", *sizes, *files]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [section["name"] for section in found["sections"]] == ["ceilings", "logp"]
+    assert (found["sizes"]["tokens"], found["sizes"]["vocab"], found["sizes"]["device"]) == (8, 12, "cpu")
+    page = (tmp_path / "found.md").read_text()
+    assert "rpg bench logp --device cpu --tokens 8" in page
+    assert "| rpg linear_logp |" in page
+    assert "rpg linear_logp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--device", "cpu", "--model", "tiny"],
+            "--model goes with a part: rollout, logp,",
+        ),
+        (["--device", "cpu", "--quick"], "--quick goes with a part"),
+        (["logp", "--device", "cpu", "--vocab", "0"], "--vocab must be at least 1; got 0"),
+        (["logp", "--markdown", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    parser = Parser(prog="rpg")
+    command.add_bench(parser.add_subparsers(dest="command", parser_class=Parser))
+    args = parser.parse_args(["bench", *arguments])
+    with pytest.raises(Mistake) as caught:
+        args.run(args)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,35 @@
+"""Fused layers: on a CPU nothing happens; the kernels are tried under Triton's interpreter."""
+
+import functools
+
+import pytest
+import torch
+
+import tiny
+from kernels import fused_checks
+from kernels.interpreted import interpreted
+from rpg.kernels import fused
+from rpg.kernels.fused import fuse
+
+CHECKS = [name for name in vars(fused_checks) if name.startswith("check_")]
+run = functools.cache(lambda: interpreted("fused_checks"))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernels(name):
+    assert run()[name] == ""
+
+
+def test_cpu():
+    model = tiny.make("llama")
+    ids = torch.arange(2, 9)[None]
+    wanted = model(ids).logits
+    assert fuse(model) == []
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(model(ids).logits, wanted)
+
+
+def test_no_triton(monkeypatch):
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused, "_takes", lambda device: True)
+    assert fuse(tiny.make("llama")) == []

@@ -1,0 +1,136 @@
+"""Projections as one product: the same model, the same parameters, the same files."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import tiny
+from rpg.kernels.merged import Group, adjacent, merge
+
+IDS = torch.arange(2, 14)[None]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def products(model, monkeypatch):
+    """Rows of each weight that an input is multiplied by."""
+    seen, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: (seen.append(len(w)), linear(x, w, b))[1])
+    logits(model)
+    monkeypatch.undo()
+    return seen
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_the_same_logits_from_fewer_products(name, monkeypatch):
+    model = tiny.make(name)
+    before, apart = logits(model), products(model, monkeypatch)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    done = merge(model)
+    assert merge(model) == []
+    assert torch.allclose(logits(model), before, atol=1e-5)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    groups = {id(m._merged[0]): m._merged[0] for m in model.modules() if hasattr(m, "_merged")}
+    saved = sum(len(group.layers) - 1 for group in groups.values())
+    assert len(groups) == len(done)
+    assert len(products(model, monkeypatch)) == len(apart) - saved
+    assert saved == {"gpt-neox": 0, "gpt2": 0, "phi-bias": 4}.get(name, 6)  # of two layers
+    assert all(group.held is None for group in groups.values())
+
+
+def test_no_copy_and_updates_in_place_are_seen():
+    model = tiny.make("qwen2-grouped")
+    parameters = dict(model.named_parameters())
+    merge(model)
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+    attention = model.model.layers[0].self_attn
+    assert adjacent([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert adjacent([attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias])
+    before = logits(model)
+    with torch.no_grad():
+        attention.k_proj.weight.mul_(2)
+        attention.v_proj.bias.add_(1)
+    plain = tiny.make("qwen2-grouped")
+    plain.load_state_dict(model.state_dict())
+    assert torch.allclose(logits(model), logits(plain), atol=1e-5)
+    assert not torch.allclose(logits(model), before, atol=1e-3)
+
+
+def test_gradients_are_those_of_the_plain_model():
+    plain, merged = tiny.make("qwen2-grouped"), tiny.make("qwen2-grouped")
+    merge(merged)
+    for model in (plain, merged):
+        model(IDS).logits.square().sum().backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), merged.named_parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_a_copy_stands_for_itself():
+    model = tiny.make("llama")
+    merge(model)
+    before, other = logits(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    assert torch.allclose(logits(other), before, atol=1e-5)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    assert torch.allclose(logits(other), logits(model), atol=1e-5)
+
+
+def test_a_parameter_that_was_moved_away_is_used_where_it_is():
+    model = tiny.make("llama")
+    merge(model)
+    with torch.no_grad():
+        up = model.model.layers[1].mlp.up_proj
+        up.weight.data = up.weight.data * 3
+    plain = tiny.make("llama")
+    plain.load_state_dict(model.state_dict())
+    assert torch.allclose(logits(model), logits(plain), atol=1e-5)
+
+
+def test_results_are_for_the_very_input():
+    layers = [torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(4, 2, bias=False)]
+    owner = torch.nn.ModuleDict({"gate_proj": layers[0], "up_proj": layers[1]})
+    assert merge(owner) == [""]
+    x, y = torch.randn(5, 4), torch.randn(5, 4)
+    with torch.no_grad():
+        layers[0](x)
+        assert torch.allclose(layers[1](y), y @ layers[1].weight.T)
+        layers[0](x)
+        assert torch.allclose(layers[1](x), x @ layers[1].weight.T, atol=1e-6)
+        assert layers[0]._merged[0].held is None
+
+
+def test_what_differs_is_left_alone():
+    """Inputs of different width, a bias on some only, layers of another kind."""
+    linear = torch.nn.Linear
+    for pair in (
+        (linear(4, 3), linear(5, 3)),
+        (linear(4, 3), linear(4, 3, bias=False)),
+        (linear(4, 3), linear(4, 3).double()),
+        (linear(4, 3), torch.nn.Bilinear(4, 4, 3)),
+    ):
+        assert merge(torch.nn.ModuleDict(dict(zip(("gate_proj", "up_proj"), pair, strict=True)))) == []
+    assert Group([linear(4, 3)]).held is None
+
+
+@pytest.mark.parametrize("name", ["qwen2-grouped", "llama-tied", "gemma3-window"])
+def test_saved_as_ever(name, tmp_path):
+    model = tiny.make(name)
+    model.save_pretrained(tmp_path / "plain")
+    merge(model)
+    model.save_pretrained(tmp_path / "merged")
+    sizes = [(tmp_path / folder / "model.safetensors").stat().st_size for folder in ("plain", "merged")]
+    assert sizes[0] == sizes[1]
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for (key, a), (other, b) in zip(model.state_dict().items(), back.state_dict().items(), strict=True):
+        assert key == other
+        assert torch.equal(a, b)

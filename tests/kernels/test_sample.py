@@ -1,0 +1,27 @@
+"""The sampling kernels against rpg.rollout.sample, under Triton's interpreter."""
+
+import functools
+
+import pytest
+import torch
+
+from kernels import sample_checks
+from kernels.interpreted import interpreted
+from rpg.kernels.sample import fused_sample
+from rpg.rollout import sample
+
+CHECKS = [name for name in vars(sample_checks) if name.startswith("check_")]
+run = functools.cache(lambda: interpreted("sample_checks"))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernels(name):
+    assert run()[name] == ""
+
+
+def test_on_a_cpu_it_is_sample():
+    logits, u = sample_checks.draw(40, 50)
+    for how in (*sample_checks.HOW, (0.0, 1.0, 0)):
+        got, want = fused_sample(logits, u, *how), sample(logits, u, *how)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
