@@ -185,6 +185,7 @@ def test_command(tmp_path, capsys):
             "--model goes with a part: rollout, logp,",
         ),
         (["--device", "cpu", "--quick"], "--quick goes with a part"),
+        (["logp", "--device", "cpu", "--alone"], "--alone goes with the built-in step: without a part, with"),
         (["logp", "--device", "cpu", "--vocab", "0"], "--vocab must be at least 1; got 0"),
         (["logp", "--markdown", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
     ],

@@ -128,8 +128,9 @@ def check_rotate():
             slices = [x.transpose(1, 2) for x in (whole[:, :, :heads], whole[:, :, heads : heads + groups])]
             turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
             last = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in plain]
+            gapped = [torch.randn(batch, 2 * n, length, width).to(dtype)[:, ::2] for n in (heads, groups)]
             cos, sin = torch.randn(2, angles, length, width).to(dtype)
-            for q, k in (plain, slices, turned, last):
+            for q, k in (plain, slices, turned, last, gapped):
                 ours = kernels().rotate(q, k, cos, sin)
                 theirs = rotate_reference(q.double(), k.double(), cos.double(), sin.double())
                 for a, b in zip(ours, theirs, strict=True):
@@ -360,6 +361,33 @@ def check_autocast():
         wanted = results(model)
         assert fuse(model)
         same(results(model), wanted, 0.1)
+
+
+class Raised(nn.Linear):
+    """A linear layer that returns float32 whatever it computes in."""
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+def check_mixed_types():
+    """A weight of another type than its input: what comes out is of the type the original gives."""
+    norm = tiny.make("llama").model.norm
+    x = torch.randn(3, 32).bfloat16()
+    wanted = norm(x)
+    assert fuse(norm) == [""]
+    assert norm(x).dtype == wanted.dtype == torch.float32
+    mlp = OddMLP("plain")
+    mlp.gate_proj, mlp.up_proj = Raised(8, 12), Raised(8, 12)
+    nn.init.normal_(mlp.down_proj.weight)
+    copied, x = copy.deepcopy(mlp), torch.randn(3, 8)
+    assert fuse(copied) == [""]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = copied(x), mlp(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    for out in (ours, theirs):
+        out.float().square().sum().backward()
+    near(copied.gate_proj.weight.grad, mlp.gate_proj.weight.grad, 0.05)
 
 
 class Adapted(nn.Module):

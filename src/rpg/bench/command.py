@@ -58,6 +58,9 @@ def run_bench(args: argparse.Namespace) -> int:
         _check_numbers(args)
         device = _device(args.device)
         if args.part is not None or device.startswith("cuda"):
+            if args.alone or args.max_new_tokens is not None:
+                name = "alone" if args.alone else "max-new-tokens"
+                raise ValueError(f"--{name} goes with the built-in step: without a part, with --device cpu")
             sizes = _sizes(args, device)
             return _run_parts(args, PARTS if args.part in (None, "all") else (args.part,), sizes)
         work = _work(args, device)

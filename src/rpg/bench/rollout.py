@@ -84,8 +84,9 @@ def _about(sizes: Sizes) -> str:
 def native_row(name: str, sizes: Sizes, ceilings: Ceilings, model_name: str, prompts: int, slots: int) -> Row:
     model = make_model(model_name, sizes)
     ids = random_prompts(prompts, sizes.prompt_tokens, vocabulary(model))
+    counts = Counts.of(model, sizes.element)  # before the engine lays weights out anew
     found = run_native(model, sizes, ids, 1, sizes.new_tokens, slots)
-    return Row(name, found | _floor(model, sizes, ceilings, prompts, sizes.new_tokens, found["ms a step"]))
+    return Row(name, found | _floor(counts, sizes, ceilings, prompts, sizes.new_tokens, found["ms a step"]))
 
 
 def run_native(
@@ -113,9 +114,10 @@ def run_native(
     return found | ({"prompts s": reading} if reading == reading else {}) | {"peak GiB": peak_gib(sizes.device)}
 
 
-def _floor(model: Any, sizes: Sizes, ceilings: Ceilings, rows: int, new: int, milliseconds: float) -> dict[str, float]:
+def _floor(
+    counts: Counts, sizes: Sizes, ceilings: Ceilings, rows: int, new: int, milliseconds: float
+) -> dict[str, float]:
     """At the mean length, half of the response sampled."""
-    counts = Counts.of(model, sizes.element)
     floor = 1000 * counts.decode_seconds(ceilings, rows, sizes.prompt_tokens, new / 2)
     return {"floor ms": floor, "× floor": milliseconds / floor}
 
@@ -151,7 +153,7 @@ def _generate_row(name: str, sizes: Sizes, ceilings: Ceilings) -> Row:
     seconds = timed(lambda: generate(new), sizes.device, 1, warmup=0)
     step = 1000 * (seconds - start) / (new - few)
     found = {"tokens/s": sizes.prompts * new / seconds, "ms a step": step, "peak GiB": peak_gib(sizes.device)}
-    return Row(name, found | _floor(model, sizes, ceilings, sizes.prompts, new, step))
+    return Row(name, found | _floor(Counts.of(model, sizes.element), sizes, ceilings, sizes.prompts, new, step))
 
 
 def continuous_batching(sizes: Sizes) -> dict[str, float]:

@@ -85,9 +85,10 @@ def ends(sizes: Sizes, values: tuple[T, ...]) -> tuple[T, ...]:
 def _decode(sizes: Sizes, ceilings: Ceilings, name: str, rows: int, length: int) -> Measure:
     def measure() -> dict[str, float]:
         model, new = make_model(name, sizes), _new(sizes)
+        counts = Counts.of(model, sizes.element)  # before the engine lays weights out anew
         prompts = random_prompts(rows, length - new, vocabulary(model))
         found = run_native(model, sizes, prompts, 1, new, rows)
-        floor = Counts.of(model, sizes.element).decode_seconds(ceilings, rows, length - new, new / 2)
+        floor = counts.decode_seconds(ceilings, rows, length - new, new / 2)
         return _against(found["ms a step"] / 1000, floor, found["peak GiB"])
 
     return measure

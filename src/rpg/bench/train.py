@@ -65,9 +65,9 @@ def _measure(name: str, sizes: Sizes, ceilings: Ceilings, recompute: bool) -> Ro
 
 
 def train_numbers(model: Any, sizes: Sizes, ceilings: Ceilings, recompute: bool = False) -> dict[str, float]:
+    counts = Counts.of(model, sizes.element)
     seconds = _seconds(model, sizes, recompute)
     shape = sizes.groups, sizes.samples, sizes.prompt_tokens, sizes.new_tokens
-    counts = Counts.of(model, sizes.element)
     once, repeated = (counts.train_flops(*shape, shared=shared) for shared in (True, False))
     floor = ceilings.seconds(once)
     return {

@@ -80,8 +80,8 @@ def launch(
     window: int | None = None,
     splits: int | None = None,
     block: int | None = None,
-    warps: int = 4,
-    stages: int = 3,
+    warps: int | None = None,
+    stages: int | None = None,
 ) -> Tensor:
     """decode_attention by the kernels, with their settings."""
     from .decode_triton import attend, merge
@@ -103,8 +103,10 @@ def launch(
     if A == 0:
         return output_AHD
     width = max(16, next_power_of_2(D))
+    slim = A * G >= PROGRAMS and width <= 64  # many programs with little to load at once: one warp each (measured)
     if block is None:
-        block = max(16, min(64, 16384 // (width * keys_SGRD.element_size())))
+        block = 32 if slim else max(16, min(64, 16384 // (width * keys_SGRD.element_size())))
+    warps, stages = warps or (1 if slim else 4), stages or (4 if slim else 3)
     if splits is None:
         splits = splits_for(A * G, M + R, block)
     part_AHND, top_AHN, mass_AHN = output_AHD, output_AHD, output_AHD  # unused with one split

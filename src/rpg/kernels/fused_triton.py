@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # elements of a program of the gated activation
-WAVES = 8  # programs a multiprocessor gets in the norm's backward, each with a row of partial sums
+WAVES = 16  # programs a multiprocessor gets in the norm's backward, each with a row of partial sums
 
 SILU, GELU_TANH = 0, 1
 
@@ -225,7 +225,7 @@ def _tile(rows: int, H: int, elements: int) -> tuple[int, int, int]:
     """Rows and columns of a program, and its warps: few rows are spread over many programs."""
     COLS = triton.next_power_of_2(H)
     ROWS = max(1, min(elements // COLS, triton.next_power_of_2(max(1, rows // 512))))
-    return ROWS, COLS, _warps(ROWS * COLS)
+    return ROWS, COLS, _warps(ROWS * COLS, 16)
 
 
 def norm(
@@ -357,6 +357,6 @@ def rotate(
             QH,
             KH,
             HALF,
-            num_warps=warps or _warps(QH * HALF, 4),
+            num_warps=warps or _warps(QH * HALF),
         )
     return q_out, k_out

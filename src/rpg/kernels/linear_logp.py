@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from . import linear_logp_torch
 from .linear_logp_torch import Slope
 
-CHUNK = {"cuda": (2**14, 2**28), "cpu": (2**10, 2**22)}  # tokens at once, and bytes of their logits
+CHUNK = {"cuda": (2**14, 13 * 2**24), "cpu": (2**10, 2**22)}  # tokens at once, and bytes of their logits
 WHOLE_ELEMENTS = 2**25  # on a CPU, up to here the logits are kept and nothing is computed twice
 LOWEST = -1e38  # the maximum of nothing: finite, so that differences from it are
 

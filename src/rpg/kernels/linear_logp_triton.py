@@ -11,7 +11,7 @@ from torch import Tensor
 from .linear_logp_torch import Slope
 
 BLOCK = 4096  # logits of a row at once, at most
-WARPS = 8
+WARPS = 4
 
 
 @triton.jit(do_not_specialize=["first"])

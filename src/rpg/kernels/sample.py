@@ -46,7 +46,7 @@ def launch(
     piece: int = PIECE,
     block: int = 4096,
     warps: int = 8,
-    search: tuple[int, int, int] = (2048, 8, 16),
+    search: tuple[int, int, int] = (1024, 8, 8),
 ) -> tuple[Tensor, Tensor]:
     """fused_sample by the kernels, with their settings; ``search``: words a block, thresholds a pass, warps."""
     from .sample_triton import bound, collect, draw_truncated, draw_whole, pieces

@@ -187,7 +187,7 @@ def draw_truncated(
             need = tl.max(reach(source, number, ends, best, factor, True, BLOCK, WAYS), 0) * top_p
         low = largest(source, number, low, high, need, best, factor, True, BLOCK, WAYS)
 
-    total = whole.to(tl.float64) * 0.0
+    total = whole.to(tl.float64) * 0.0  # NaN where a logit is, and so is logp then
     for start in range(0, number, BLOCK):
         e, _ = block_of(source, start, number, low, best, factor, BLOCK)
         total += tl.sum(e, 0)
@@ -211,4 +211,4 @@ def draw_truncated(
     place = tl.where(fits, tl.load(words + row * ROOM + place, mask=fits & (place < number), other=0), place)
     tl.store(token + row, place.to(tl.int64))
     found = (x - best).to(tl.float64) * inverse - tl.log(total)
-    tl.store(logp + row, tl.where(whole == whole, found, float("nan")).to(tl.float32))
+    tl.store(logp + row, found.to(tl.float32))
