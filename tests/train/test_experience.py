@@ -112,4 +112,4 @@ def test_what_is_allowed_but_seldom_meant_is_said():
     frozen = replace(config, reference=replace(config.reference, update="frozen"))
     assert "no KL term" in next(warnings_about(rpg.algorithm("dapo"), frozen))
     assert list(warnings_about(rpg.algorithm("grpo"), frozen)) == []
-    assert "lost" in next(warnings_about(rpg.algorithm("dapo"), replace(config, dtype="bfloat16")))
+    assert list(warnings_about(rpg.algorithm("dapo"), replace(config, dtype="bfloat16"))) == []
