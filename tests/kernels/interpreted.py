@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def interpreted(module: str, seconds: float = 300) -> dict[str, str]:
-    """Run every ``check_*`` function of ``kernels.<module>`` under the interpreter: its name -> '' or what it raised."""
+    """Run every ``check_*`` function of ``kernels.<module>`` under the interpreter: name -> '' or what it raised."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, f"kernels.{module}"]
@@ -21,7 +21,7 @@ def interpreted(module: str, seconds: float = 300) -> dict[str, str]:
     assert done.returncode == 0, done.stderr[-3000:]
     results = [line.split("\t", 2)[1:] for line in done.stdout.splitlines() if line.startswith("check\t")]
     assert results, f"{module} has no check"
-    return {name: text for name, text in results}
+    return dict(results)
 
 
 def _run(name: str) -> None:

@@ -69,9 +69,10 @@ def _repeats(sizes: Sizes) -> int:
 
 def _prepare(sizes: Sizes, ceilings: Ceilings, folder: Path) -> tuple[Work, float]:
     """Model and prompts as files, which both sides load; and the floor of a step."""
-    vocab = save_model(sizes, folder / "model")
+    save_model(sizes, folder / "model")
     count = 2 * (WARMUP + _repeats(sizes)) * sizes.groups + 8  # some are held out
-    prompts = random_prompts(count, sizes.prompt_tokens, vocab)
+    # words of one digit: a token each, also for the tokenizer that transformers takes for the kind of model instead
+    prompts = random_prompts(count, sizes.prompt_tokens, 10)
     lines = (json.dumps({"prompt": " ".join(map(str, ids)), "answer": "1"}) for ids in prompts)
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     work = Work(

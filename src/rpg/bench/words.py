@@ -5,5 +5,4 @@ from __future__ import annotations
 
 def odd_end(response: str, answer: str, prompt: str) -> float:
     """1 where the last word, a number, is odd."""
-    last = response.split()[-1:]
-    return float(bool(last) and int(last[0]) % 2)
+    return float(response[-1:] in tuple("13579"))

@@ -6,6 +6,7 @@ gradient is asked for, the first of a group multiplies by the whole and the othe
 
 from __future__ import annotations
 
+import itertools
 import types
 from typing import Any
 
@@ -16,15 +17,19 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def merge(model: nn.Module) -> list[str]:
-    """On this instance, wherever plain linear layers of these names stand beside each other; the modules they are in."""
+    """On this instance, where plain linear layers of these names stand beside each other; the modules they are in."""
     done = []
     for name, module in model.named_modules():
         for names in GROUPS:
-            layers = [module._modules.get(key) for key in names]
-            if all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
-                if _merge([layer for layer in layers if isinstance(layer, nn.Linear)]):
-                    done.append(name)
+            found = [module._modules.get(key) for key in names]
+            layers = [x for x in found if isinstance(x, nn.Linear) and _plain(x)]
+            if len(layers) == len(names) and _merge(layers):
+                done.append(name)
     return done
+
+
+def _plain(layer: nn.Linear) -> bool:
+    return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 
 def _merge(layers: list[nn.Linear]) -> bool:
@@ -36,7 +41,7 @@ def _merge(layers: list[nn.Linear]) -> bool:
     for parameters in ([x.weight for x in layers], biases):
         if parameters and not adjacent(parameters):
             whole = torch.cat([p.data for p in parameters])
-            for p, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            for p, part in zip(parameters, torch.split(whole, [len(p) for p in parameters]), strict=True):
                 p.data = part
     group = Group(layers)
     for i, layer in enumerate(layers):
@@ -47,7 +52,7 @@ def _merge(layers: list[nn.Linear]) -> bool:
 
 def adjacent(parameters: list[Any]) -> bool:
     """Whether they follow each other in one storage."""
-    for one, other in zip(parameters, parameters[1:], strict=False):
+    for one, other in itertools.pairwise(parameters):
         if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
             return False
         if one.data_ptr() + one.numel() * one.element_size() != other.data_ptr() or not other.is_contiguous():
@@ -78,7 +83,7 @@ class Group:
         if not (adjacent(weights) and adjacent(biases)):  # of a copy of the model, or moved since
             return nn.functional.linear(x, layer.weight, layer.bias)
         out = nn.functional.linear(x, _whole(weights), _whole(biases) if biases else None)
-        self.held = x, out.split([len(weight) for weight in weights], -1)
+        self.held = x, torch.split(out, [len(weight) for weight in weights], -1)
         return self.held[1][0]
 
 

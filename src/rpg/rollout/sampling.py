@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def uniforms(seed: int, prompt: Sequence[int], sample: int, count: int) -> np.ndarray:
+def uniforms(seed: int, prompt: Sequence[int], sample: int, count: int) -> Any:
     """The numbers in [0, 1) that decide the tokens of one response: of the seed, the prompt's tokens and the sample."""
     return _splitmix([_key(seed, np.asarray(prompt, dtype=np.int64).tobytes(), sample)], count)[0]
 
@@ -31,7 +32,7 @@ def _key(seed: int, prompt: bytes, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(b"%d %d " % (seed, sample) + prompt, digest_size=8).digest(), "little")
 
 
-def _splitmix(keys: Sequence[int], count: int) -> np.ndarray:
+def _splitmix(keys: Sequence[int], count: int) -> Any:
     """A stream for each key, [keys, count]: SplitMix64 (Steele, Lea and Flood 2014), the upper 53 bits."""
     step = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = np.array(keys, dtype=np.uint64)[:, None] + step

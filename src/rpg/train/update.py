@@ -86,6 +86,15 @@ class Updater:
         usual = self.config.rollout.prompts * self.config.rollout.samples
         return max(1, round(self.config.optim.minibatches * responses / usual))
 
+    def _split(self, batch: Batch, step: int, epoch: int) -> list[Tensor]:
+        """Rows of each minibatch. Groups stay whole, for a prompt is then computed once, if there are enough of them."""
+        group_B, parts = batch.group_B.cpu(), self._minibatches(len(batch))
+        if int(group_B.max()) + 1 < parts:
+            group_B = torch.arange(len(batch))
+        order = torch.from_numpy(permutation(int(group_B.max()) + 1, self.config.seed, "minibatches", step, epoch))
+        chosen = (torch.isin(group_B, some).nonzero()[:, 0] for some in order.tensor_split(parts))
+        return [rows.to(batch.ids_BL.device) for rows in chosen]
+
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimiser steps over one batch; step counts from 1."""
         optim, total = self.config.optim, self.config.steps * self.steps_a_batch
@@ -93,8 +102,7 @@ class Updater:
         metrics: dict[str, float] = {}
         number = (step - 1) * self.steps_a_batch
         for epoch in range(optim.epochs):
-            order = torch.from_numpy(permutation(len(batch), self.config.seed, "minibatches", step, epoch))
-            for part in order.to(batch.ids_BL.device).tensor_split(self._minibatches(len(batch))):
+            for part in self._split(batch, step, epoch):
                 if self.bad_steps >= optim.max_bad_steps:
                     break
                 minibatch = batch.rows(part)
