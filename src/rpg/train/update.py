@@ -87,7 +87,7 @@ class Updater:
         return max(1, round(self.config.optim.minibatches * responses / usual))
 
     def _split(self, batch: Batch, step: int, epoch: int) -> list[Tensor]:
-        """Rows of each minibatch. Groups stay whole, for a prompt is then computed once, if there are enough of them."""
+        """Rows of each minibatch. Groups stay whole (a prompt is then computed once) if there are enough of them."""
         group_B, parts = batch.group_B.cpu(), self._minibatches(len(batch))
         if int(group_B.max()) + 1 < parts:
             group_B = torch.arange(len(batch))
