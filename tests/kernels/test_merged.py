@@ -7,40 +7,50 @@ import torch
 import transformers
 
 import tiny
-from rpg.kernels.merged import Group, adjacent, merge
+from rpg.kernels.merged import Group, adjacent, merge, merging
 
 IDS = torch.arange(2, 14)[None]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def logits(model):
+    with merging():
+        return model(IDS).logits
+
+
+def plain_logits(model):
     with torch.no_grad():
         return model(IDS).logits
 
 
 def products(model, monkeypatch):
-    """Rows of each weight that an input is multiplied by."""
-    seen, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: (seen.append(len(w)), linear(x, w, b))[1])
+    """How many products there are that add nothing but a bias, and how many that add a residual."""
+    seen = {}
+    for where, name in ((torch.nn.functional, "linear"), (torch, "addmm")):
+        own, seen[name] = getattr(where, name), []
+        monkeypatch.setattr(where, name, lambda *a, own=own, name=name: (seen[name].append(0), own(*a))[1])
     logits(model)
     monkeypatch.undo()
-    return seen
+    return len(seen["linear"]), len(seen["addmm"])
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_the_same_logits_from_fewer_products(name, monkeypatch):
     model = tiny.make(name)
-    before, apart = logits(model), products(model, monkeypatch)
+    before, (apart, added) = plain_logits(model), products(model, monkeypatch)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     done = merge(model)
     assert merge(model) == []
     assert torch.allclose(logits(model), before, atol=1e-5)
+    assert torch.equal(plain_logits(model), before)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     groups = {id(m._merged[0]): m._merged[0] for m in model.modules() if hasattr(m, "_merged")}
     saved = sum(len(group.layers) - 1 for group in groups.values())
-    assert len(groups) == len(done)
-    assert len(products(model, monkeypatch)) == len(apart) - saved
+    folded = [key for key in done if key.rpartition(".")[2].isdigit()]
+    assert len(groups) + len(folded) == len(done)
+    assert products(model, monkeypatch) == (apart - saved - 2 * len(folded), added + 2 * len(folded))
     assert saved == {"gpt-neox": 0, "gpt2": 0, "phi-bias": 4}.get(name, 6)  # of two layers
+    assert len(folded) == (2 if name.startswith(("llama", "qwen", "mistral", "granite")) else 0)
     assert all(group.held is None for group in groups.values())
 
 
@@ -58,7 +68,7 @@ def test_no_copy_and_updates_in_place_are_seen():
         attention.v_proj.bias.add_(1)
     plain = tiny.make("qwen2-grouped")
     plain.load_state_dict(model.state_dict())
-    assert torch.allclose(logits(model), logits(plain), atol=1e-5)
+    assert torch.allclose(logits(model), plain_logits(plain), atol=1e-5)
     assert not torch.allclose(logits(model), before, atol=1e-3)
 
 
@@ -101,7 +111,7 @@ def test_results_are_for_the_very_input():
     owner = torch.nn.ModuleDict({"gate_proj": layers[0], "up_proj": layers[1]})
     assert merge(owner) == [""]
     x, y = torch.randn(5, 4), torch.randn(5, 4)
-    with torch.no_grad():
+    with merging():
         layers[0](x)
         assert torch.allclose(layers[1](y), y @ layers[1].weight.T)
         layers[0](x)
@@ -120,6 +130,29 @@ def test_what_differs_is_left_alone():
     ):
         assert merge(torch.nn.ModuleDict(dict(zip(("gate_proj", "up_proj"), pair, strict=True)))) == []
     assert Group([linear(4, 3)]).held is None
+
+
+def test_a_layer_that_scales_what_it_adds_is_left_alone():
+    model = tiny.make("granite-scale", residual_multiplier=0.7)
+    before = plain_logits(model)
+    assert not [name for name in merge(model) if name.rpartition(".")[2].isdigit()]
+    assert torch.allclose(logits(model), before, atol=1e-5)
+    assert "forward" not in vars(model.model.layers[0])
+    assert "forward" not in vars(model.model.layers[0].mlp.down_proj)
+
+
+def test_a_residual_does_not_outlive_its_layer():
+    """A pass that fails on the way leaves nothing behind that a later one would add."""
+    model = tiny.make("llama")
+    merge(model)
+    before, attention = logits(model), model.model.layers[1].self_attn
+    own = attention.forward
+    attention.forward = lambda **inputs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        logits(model)
+    attention.forward = own
+    assert all("_residual" not in vars(module) for module in model.modules())
+    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("name", ["qwen2-grouped", "llama-tied", "gemma3-window"])

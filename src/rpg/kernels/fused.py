@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .merged import forward_of_last
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16384  # a row of a norm is held in registers
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -222,7 +224,10 @@ class _ActMulLinear(torch.autograd.Function):
 def _plain(linear: nn.Module) -> bool:
     """A linear layer that does nothing else: not wrapped, not hooked."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(vars(linear)[name] for name in hooks)
+    own = getattr(
+        vars(linear).get("forward"), "__func__", forward_of_last
+    )  # which is that of its class outside merging()
+    return type(linear) is nn.Linear and own is forward_of_last and not any(vars(linear)[name] for name in hooks)
 
 
 def _down(linear: Any, gate: Tensor, up: Tensor, kind: int) -> Any:

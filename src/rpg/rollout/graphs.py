@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernels.decode import decode_attention
 from ..kernels.linear_logp import head_logits
+from ..kernels.merged import merging
 from ..kernels.packed import Packing, attend, pack
 from ..kernels.sample import fused_sample
 from ..kernels.step import DEAD, LENGTH, PROMPT, PROMPT_LENGTH, SLOT, begin_step, end_step
@@ -251,7 +252,7 @@ class GraphBatch:
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         prefill, decode, steps = 0.0, 0.0, 0
-        with attending(self.decoder.model, self.buffers):
+        with attending(self.decoder.model, self.buffers), merging():
             while self.done < len(self.slot):
                 begin = perf_counter()
                 if self._admit():
