@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .kernels import linear_logp
-from .kernels.packed import pack, packed
+from .kernels.packed import Packing, pack, packed
 from .models import BUILTIN
 
 CHUNK_ELEMENTS = 2**25  # logits held at once where the head is not linear
@@ -107,6 +107,10 @@ class Policy:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
+        """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
+        return pack(start_B, mask_BT, width, prompt_B) if self.packs else None
+
     def score(
         self,
         ids_BL: Tensor,
@@ -114,17 +118,19 @@ class Policy:
         mask_BT: Tensor,
         prompt_B: Tensor | None = None,
         recompute: bool = False,
+        packing: Packing | None = None,
     ) -> Scored:
         """Log-probabilities and entropies of the responses in sequences padded on the right.
 
         The response of row b begins at ids_BL[b, start_B[b]]; mask_BT is true on its tokens. Rows with the same number
         in prompt_B have the same prompt, which is then computed once. With ``recompute`` the backward pass computes
-        each layer anew from its input, which is all that is kept of it.
+        each layer anew from its input, which is all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
         """
         flat = ids_BL.flatten()
         within: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if self.packs:
-            packing = pack(start_B, mask_BT, ids_BL.shape[1], prompt_B)
+        if packing is None:
+            packing = self.pack(start_B, mask_BT, ids_BL.shape[1], prompt_B)
+        if packing is not None:
             inputs = {"input_ids": flat[packing.token_N][None], "position_ids": packing.position_N[None]}
             state_N, target_N, place_N = packing.state_R, flat[packing.target_R], packing.place_R
             within = partial(packed, self._configs, packing)

@@ -10,7 +10,7 @@ import tiny
 from rpg.policy import Policy
 from rpg.train.batch import make_batch, micro_batches
 from rpg.train.config import Config, OptimConfig, RolloutConfig
-from rpg.train.memory import Memory, Room, choose, estimate, make_room
+from rpg.train.memory import Memory, Room, choose, estimate, make_room, pick_slots, slots_for
 
 GIB = 2**30
 
@@ -181,3 +181,24 @@ def test_the_error_holds_no_tensor(batch):
 
 def test_memory_is_named_by_part():
     assert Memory(1, 2, 3, 4, 5, 6, 7).total == 28
+
+
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+
+def test_slots_take_half_of_what_training_leaves():
+    open_config = replace(CONFIG, rollout=replace(CONFIG.rollout, slots=None))
+    model = tiny.make("qwen2-grouped", dtype=torch.bfloat16)
+    at_1024 = estimate(model, replace(CONFIG, rollout=replace(CONFIG.rollout, slots=1024)), 0, True, False, False)
+    fixed, each = at_1024.total - at_1024.cache - at_1024.activations, at_1024.cache // 1024
+    for room, slots in ((10**15, 1024), (2 * 700 * each, 640), (2 * 64 * each, 64), (2 * 3 * each, 3), (0, 1), (-5, 1)):
+        assert slots_for(model, open_config, fixed + room, False) == slots
+    copy = estimate(model, CONFIG, 0, True, True, False).reference
+    assert slots_for(model, open_config, fixed + 2 * 3 * each + copy - 1, True) == 2  # it takes its part
+
+
+def test_slots_that_are_given_stay():
+    policy = Policy(tiny.make(), tiny.tokenizer())
+    assert pick_slots(policy, CONFIG, False) == 256
+    assert pick_slots(policy, replace(CONFIG, rollout=replace(CONFIG.rollout, slots=7)), False) == 7
+    assert pick_slots(policy, Config(), False) == 256

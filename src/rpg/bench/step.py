@@ -35,7 +35,7 @@ class Work:
     task: str = "arithmetic"  # or a .jsonl file
     reward: str | None = None  # None: the task's own
     max_prompt_tokens: int = RolloutConfig.max_prompt_tokens
-    slots: int = RolloutConfig.slots
+    slots: int | None = None
     micro: int | None = None  # responses in one pass of TRL; None: the fastest on a CPU
     checkpointing: bool = False  # TRL's activations computed anew in the backward pass
     limit: float | None = None  # seconds that a side may take for a step

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,12 +42,15 @@ class Batch:
 
     def rows(self, index: Tensor) -> Batch:
         """Some rows, without the padding that they do not need."""
-        whole, response = int(self.lengths_B[index].max()), int(self.mask_BT[index].sum(-1).max())
+        length_B = self.mask_BT[index].sum(-1)
+        whole, response = (
+            torch.stack([self.start_B[index] + length_B, length_B]).amax(1).tolist()
+        )  # the host waits once
         width = {"ids_BL": whole, "mask_BT": response, "old_logp_BT": response}
         width |= {"rollout_logp_BT": response, "ref_logp_BT": response, "advantage": response}
 
         def cut(name: str, value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[index][:, : width[name]] if value.dim() == 2 else value[index]
+            return None if value is None else (value[:, : width[name]] if value.dim() == 2 else value)[index]
 
         return replace(self, **{f.name: cut(f.name, getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
 
@@ -52,20 +58,26 @@ class Batch:
 def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch:
     found = [(g, group, response) for g, group in enumerate(groups) for response in group.responses]
     sequences = [[*group.prompt_ids, *response.rollout.tokens] for _, group, response in found]
-    lengths = [len(response.rollout.tokens) for _, _, response in found]
-    ids_BL = torch.full((len(found), max(map(len, sequences))), pad)
-    old_logp_BT = torch.zeros(len(found), max(lengths))
-    for i, (_, _, response) in enumerate(found):
-        ids_BL[i, : len(sequences[i])] = torch.tensor(sequences[i])
-        old_logp_BT[i, : lengths[i]] = torch.tensor(response.rollout.logp)
+    logps = [response.rollout.logp for _, _, response in found]
+    ids_BL, _ = _padded(sequences, np.int64(pad))
+    old_logp_BT, mask_BT = _padded(logps, np.float32(0))
     return Batch(
         ids_BL=ids_BL.to(device),
         start_B=torch.tensor([len(group.prompt_ids) for _, group, _ in found], device=device),
-        mask_BT=(torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).to(device),
+        mask_BT=mask_BT.to(device),
         old_logp_BT=old_logp_BT.to(device),
         reward_B=torch.tensor([response.reward for _, _, response in found], device=device),
         group_B=torch.tensor([g for g, _, _ in found], device=device),
     )
+
+
+def _padded(rows: Sequence[Sequence[Any]], pad: Any) -> tuple[Tensor, Tensor]:
+    """Rows padded on the right to one length, of the type of ``pad``, and where they are. (A tensor a row is slow.)"""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    out = np.full(mask.shape, pad)
+    out[mask] = np.fromiter(chain.from_iterable(rows), out.dtype, count=int(lengths.sum()))
+    return torch.from_numpy(out), torch.from_numpy(mask)
 
 
 def with_advantages(batch: Batch, advantage: Advantage, greedy: Sequence[float] | None) -> Batch:
@@ -81,15 +93,20 @@ def with_advantages(batch: Batch, advantage: Advantage, greedy: Sequence[float] 
     return replace(batch, advantage=values)
 
 
-def micro_batches(batch: Batch, tokens: int | None) -> Iterator[Tensor]:
-    """Indices of rows, in parts of at most ``tokens`` (or a single row); a group's prompt counts once in each part.
+def micro_batches(batch: Batch, tokens: int | None, packs: bool = True) -> Iterator[Tensor]:
+    """Indices of rows, in parts of at most ``tokens`` (or a single row).
 
-    Groups stay together, beside those of similar length: short rows need not be padded for long ones' sake, where
-    anything is padded.
+    Where the policy packs, groups stay together and a group's prompt counts once in each part. Where it pads, rows of
+    similar length are together, and each counts as much as the longest.
     """
     if tokens is None:
         tokens = CPU_MICRO_TOKENS if batch.ids_BL.device.type == "cpu" else GPU_MICRO_TOKENS
     about = torch.stack([batch.group_B, batch.start_B, batch.mask_BT.sum(-1)], 1).tolist()
+    for part in _packed_parts(about, tokens) if packs else _padded_parts(about, tokens):
+        yield torch.tensor(part, device=batch.ids_BL.device)
+
+
+def _packed_parts(about: list[list[int]], tokens: int) -> Iterator[list[int]]:
     longest: dict[int, int] = {}
     for group, start, length in about:
         longest[group] = max(longest.get(group, 0), start + length)
@@ -101,9 +118,20 @@ def micro_batches(batch: Batch, tokens: int | None) -> Iterator[Tensor]:
         alone = start + length - 1  # the last token predicts nothing
         more = alone - start if group == last else alone
         if part and size + more > tokens:
-            yield torch.tensor(part, device=batch.ids_BL.device)
+            yield part
             part, size, more = [], 0, alone
         part.append(i)
         size, last = size + more, group
     if part:
-        yield torch.tensor(part, device=batch.ids_BL.device)
+        yield part
+
+
+def _padded_parts(about: list[list[int]], tokens: int) -> Iterator[list[int]]:
+    part: list[int] = []
+    for length, i in sorted((start + length - 1, i) for i, (_, start, length) in enumerate(about)):
+        if part and (len(part) + 1) * length > tokens:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part

@@ -42,8 +42,9 @@ class RolloutConfig:
     """nucleus sampling; the log-probabilities are those of the truncated distribution"""
     top_k: int = 0
     """sample from the k most probable tokens only; 0: all"""
-    slots: int = 256
-    """sequences decoded at the same time; finished ones are replaced at once"""
+    slots: int | None = None
+    """sequences decoded at the same time; finished ones are replaced at once; None: 256 on a CPU, on a GPU 1024 or what
+    half of the memory that training leaves has room for"""
     old_logp: Literal["auto", "engine", "recompute"] = "auto"
     """old log-probabilities: the engine's, or computed anew by the trainer; auto: the engine's in float32, and in
     bfloat16 as long as the measured difference is harmless"""
@@ -186,7 +187,7 @@ def check(config: Config) -> None:
         "rollout.max_prompt_tokens": (rollout.max_prompt_tokens, 1),
         "rollout.max_new_tokens": (rollout.max_new_tokens, 1),
         "rollout.top_k": (rollout.top_k, 0),
-        "rollout.slots": (rollout.slots, 1),
+        "rollout.slots": (1 if rollout.slots is None else rollout.slots, 1),
         "rollout.oversample": (rollout.oversample, 1),
         "rollout.max_rounds": (rollout.max_rounds, 1),
         "rollout.overlong_tokens": (rollout.overlong_tokens, 1),

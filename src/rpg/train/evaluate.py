@@ -12,6 +12,7 @@ from ..rollout import Engine, NativeEngine
 from ..tasks import Problem, Scorer, load_task
 from .config import Config
 from .experience import SOLVED, encode_prompt
+from .memory import pick_slots
 from .parts import check_fit, held_out, make_scorer, pick_device, pick_dtype
 from .randomness import stream
 
@@ -135,7 +136,7 @@ def evaluate_model(config: Config) -> Evaluation:
     task = load_task(config.task.name, config.seed, config.task.test)
     device = pick_device(config.device)
     policy = Policy.load(config.model, device=device, dtype=pick_dtype(config.dtype, device))
-    engine = NativeEngine(policy.model, policy.tokenizer, config.rollout.slots)
+    engine = NativeEngine(policy.model, policy.tokenizer, pick_slots(policy, config, held=False))
     problems = held_out(task, config)
     check_fit(policy, problems, config)
     with make_scorer(config, task) as scorer:

@@ -30,7 +30,7 @@ from .config import Config
 from .evaluate import evaluate
 from .experience import Collector, Cursor, Experience, PromptTooLong
 from .logs import RunLogs, write_summary, write_whole
-from .memory import make_room
+from .memory import make_room, pick_slots
 from .optim import ScheduleFreeAdamW, averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
 from .parts import check_fit, check_train, held_out, make_scorer, pick_device, pick_dtype, resolve, warnings_about
 from .reference import Reference, batch_logp, rule_of
@@ -154,7 +154,9 @@ class Trainer:
         self.dtype = pick_dtype(config.dtype if found is None else found.state["dtype"], device)
         weights = config.model if found is None else str(found.model_folder)
         self.policy = Policy.load(weights, device=device, dtype=self.dtype, temperature=sampling.temperature)
-        self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, sampling.slots, self._warn)
+        held = rule_of(self.algorithm, config.reference) != "old"
+        slots = pick_slots(self.policy, config, held)
+        self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, slots, self._warn)
         self.problems = held_out(self.task, config)
         check_train(self.policy, self.task, config)
         check_fit(self.policy, self.problems, config)
@@ -164,7 +166,6 @@ class Trainer:
         self.collector = Collector(
             config, self.algorithm, self.policy, self.engine, self.task, self.scorer, self.view.stage
         )
-        held = self.reference.policy is not None
         self.room = make_room(self.policy, config, held, self.engine.release, self._warn)
         self.updater = Updater(config, self.algorithm, self.policy, self.optimizer, folder, self.view.stage, self.room)
         self.old_logp = OldLogp(config, self.algorithm.loss, self.dtype)
@@ -383,7 +384,7 @@ class Trainer:
     @property
     def _averaging(self) -> bool:
         """Whether what is trained is neither in model/ nor, as masters are, in the optimiser's state."""
-        return isinstance(self.optimizer.optimizer, ScheduleFreeAdamW) and not self.optimizer.has_masters
+        return isinstance(self.optimizer.optimizer, ScheduleFreeAdamW) and not self.optimizer.all_rounded
 
     def _write_model(self, folder: Path) -> None:
         with averaged_weights(self.optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from .config import Config
 Result = TypeVar("Result")
 
 CPU_TOKENS = 1024  # activations stay in the cache
+CPU_SLOTS, MOST_SLOTS, SLOTS = 256, 1024, 64  # decoded at once; on a GPU a multiple of the last
 MOST_TOKENS, ENOUGH_TOKENS, LEAST_TOKENS = 32768, 8192, 1024  # on a GPU; below enough, activations are recomputed
 SHARE = 0.9  # of the device's memory that is planned for; the rest: workspaces, graphs, logits, fragments
 
@@ -32,7 +33,7 @@ class Memory:
     gradients: int
     """the sums, and those of the micro-batch where they are in half precision"""
     reference: int
-    """a second set of weights, if one is held"""
+    """a second set of weights, if one is held; a moving average of half precision also in float32"""
     cache: int
     """keys and values of the engine, all slots full"""
     activations: int
@@ -53,15 +54,32 @@ def estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, ref
     shape, rollout = Shape.of(model.config.get_text_config()), config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     tokens = max(micro_tokens, longest)  # a sequence is not cut
+    averages = half and config.reference.update == "ema"  # see Reference
     return Memory(
         weights=weights,
         masters=trained * full if half else 0,
         moments=2 * trained * full,
         gradients=trained * (full + size if half else full),
-        reference=weights if reference else 0,
-        cache=rollout.slots * longest * shape.layers * 2 * shape.key_width * size,
+        reference=weights + averages * weights // size * full if reference else 0,
+        cache=(rollout.slots or MOST_SLOTS) * longest * shape.layers * 2 * shape.key_width * size,
         activations=tokens * shape.activation_bytes(size, recompute, logits),
     )
+
+
+def pick_slots(policy: Policy, config: Config, held: bool) -> int:
+    """As the settings say, else as many as are worth it and fit. ``held``: a copy of the model will be."""
+    if config.rollout.slots is not None or policy.device.type != "cuda":
+        return config.rollout.slots or CPU_SLOTS
+    return slots_for(policy.model, config, available_bytes(policy.device), held)
+
+
+def slots_for(model: Any, config: Config, available: int, held: bool) -> int:
+    """Half of what weights, optimiser and gradients leave goes to keys and values, half to activations."""
+    memory = estimate(model, config, 0, True, held, logits=False)
+    fixed = memory.total - memory.cache - memory.activations
+    each = memory.cache // (config.rollout.slots or MOST_SLOTS)
+    slots = max(0, available - fixed) // 2 // max(1, each)
+    return min(MOST_SLOTS, slots - slots % SLOTS if slots > SLOTS else max(1, slots))
 
 
 @dataclass(frozen=True)
@@ -158,9 +176,10 @@ class Room:
         may_recompute: bool = False,
         release: Callable[[], None] | None = None,
         warn: Callable[[str], None] = lambda text: None,
+        packs: bool = True,
     ):
         self.tokens, self.recompute, self.may_recompute = tokens, recompute, may_recompute
-        self.release, self.warn = release, warn
+        self.release, self.warn, self.packs = release, warn, packs
         self.released = release is None  # has been tried in this run
 
     def run(
@@ -188,9 +207,9 @@ class Room:
             torch.cuda.empty_cache()
         if not again:
             return
-        parts = len(list(micro_batches(batch, self.tokens)))
+        parts = self._parts(batch)
         if not whole and parts < len(batch):
-            while len(list(micro_batches(batch, self.tokens))) == parts:  # a larger size than there is changes nothing
+            while self._parts(batch) == parts:  # a larger size than there is changes nothing
                 self.tokens //= 2
             self.warn(f"out of memory: micro-batches of {self.tokens} tokens from here on")
         elif self.may_recompute and not self.recompute:
@@ -198,6 +217,9 @@ class Room:
             self.warn("out of memory: activations are recomputed from here on")
         else:
             raise torch.OutOfMemoryError("a single sequence does not fit")
+
+    def _parts(self, batch: Batch) -> int:
+        return len(list(micro_batches(batch, self.tokens, self.packs)))
 
     def state(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "recompute": self.recompute, "released": self.released}
@@ -214,6 +236,7 @@ def make_room(
     warn: Callable[[str], None] = lambda text: None,
 ) -> Room:
     """As the settings say; what they leave open is chosen from the GPU's memory."""
+    config = replace(config, rollout=replace(config.rollout, slots=pick_slots(policy, config, reference)))
     optim, able = config.optim, can_recompute(policy.model)
     if optim.recompute and not able:
         raise ValueError(f"optim.recompute: {type(policy.model).__name__} has no layers that can be recomputed")
@@ -222,4 +245,4 @@ def make_room(
         tokens, recompute = choose(policy.model, config, available, reference, logits=not policy.apart)
     else:
         tokens, recompute = optim.micro_tokens or CPU_TOKENS, bool(optim.recompute)
-    return Room(tokens, recompute, optim.recompute is None and able, release, warn)
+    return Room(tokens, recompute, optim.recompute is None and able, release, warn, policy.packs)

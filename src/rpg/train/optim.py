@@ -56,8 +56,9 @@ class MixedOptimizer:
         return self.optimizer.param_groups
 
     @property
-    def has_masters(self) -> bool:
-        return bool(self._rounded)
+    def all_rounded(self) -> bool:
+        """Whether every parameter is a master, rounded."""
+        return len(self._rounded) == len(self.masters)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Its moments; empty before its first step."""

@@ -13,6 +13,9 @@ from ..algorithms import Algorithm
 from ..policy import Policy
 from .batch import Batch, micro_batches
 from .config import ReferenceConfig
+from .optim import HALF
+
+AVERAGE = "average/"  # in front of the names of averages in a checkpoint
 
 
 def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
@@ -26,7 +29,10 @@ def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
 
 
 class Reference:
-    """``policy`` is None where the reference is the sampling policy: no second model is held."""
+    """``policy`` is None where the reference is the sampling policy: no second model is held.
+
+    A moving average of weights in half precision is kept in float32, as its steps are too small for half precision.
+    """
 
     def __init__(self, policy: Policy, rule: str, config: ReferenceConfig):
         self.rule, self.config = rule, config
@@ -36,6 +42,7 @@ class Reference:
         if rule != "old":
             model = copy.deepcopy(policy.model).requires_grad_(False)
             self.policy = Policy(model, policy.tokenizer, policy.temperature)
+        self.averages = {name: x.float() for name, x in self._weights().items() if rule == "ema" and x.dtype in HALF}
 
     @torch.no_grad()
     def logp(self, batch: Batch, micro_tokens: int | None) -> Tensor | None:
@@ -64,14 +71,23 @@ class Reference:
         return due
 
     def _blend(self, policy: Policy, share: float) -> None:
-        assert self.policy is not None
-        for own, new in zip(_floating(self.policy.model), _floating(policy.model), strict=True):
-            own.lerp_(new.to(own.dtype), share) if share < 1 else own.copy_(new)
+        for (name, own), new in zip(self._weights().items(), _floating(policy.model).values(), strict=True):
+            if share == 1:
+                own.copy_(new)
+            elif name in self.averages:
+                own.copy_(self.averages[name].lerp_(new.float(), share))
+            else:
+                own.lerp_(new.to(own.dtype), share)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {} if self.policy is None else _floating(self.policy.model)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self.policy is None else dict(self.policy.model.state_dict())
+        if self.policy is None:
+            return {}
+        return self.policy.model.state_dict() | {AVERAGE + name: x for name, x in self.averages.items()}
 
     def state(self) -> dict[str, Any]:
         return {"rule": self.rule, "average_kl": self.average_kl, "renewals": self.renewals}
@@ -79,20 +95,26 @@ class Reference:
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.average_kl, self.renewals = state["average_kl"], state["renewals"]
         if self.policy is not None:
-            self.policy.model.load_state_dict(dict(tensors))
+            self.policy.model.load_state_dict({k: x for k, x in tensors.items() if not k.startswith(AVERAGE)})
+            for name, x in self.averages.items():
+                x.copy_(tensors[AVERAGE + name])
 
 
-def _floating(model: torch.nn.Module) -> list[Tensor]:
+def _floating(model: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, tied ones once."""
-    return [x.detach() for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: x.detach() for name, x in named if x.is_floating_point()}
 
 
 @torch.no_grad()
 def batch_logp(policy: Policy, batch: Batch, micro_tokens: int | None) -> Tensor:
     """Log-probabilities of a batch's responses under a policy, [B,T]."""
     out_BT = torch.zeros_like(batch.old_logp_BT)
-    for index in micro_batches(batch, micro_tokens):
-        part = batch.rows(index)
-        logp_BT = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B).logp_BT
-        out_BT[index, : logp_BT.shape[1]] = logp_BT
+    cuts = list(micro_batches(batch, micro_tokens, policy.packs))
+    parts = [batch.rows(index) for index in cuts]
+    packings = [policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B) for part in parts]
+    for i, (index, part) in enumerate(zip(cuts, parts, strict=True)):
+        scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, packing=packings[i])
+        packings[i] = None
+        out_BT[index, : scored.logp_BT.shape[1]] = scored.logp_BT
     return out_BT

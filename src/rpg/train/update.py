@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..algorithms import Algorithm
 from ..clipping import Adaptive, curvature_keep
+from ..kernels.packed import Packing
 from ..losses import LossOutput, PolicyLoss
 from ..mismatch import SequenceMask
 from ..objective import at_level, k3
@@ -143,15 +144,17 @@ class Updater:
 
     def _accumulate(self, batch: Batch, means: Means, tokens: int) -> tuple[float, Tensor]:
         """Gradients of micro-batches of so many tokens; the sum of their losses, and the policy's logp_BT."""
-        cuts = list(micro_batches(batch, tokens))
-        rule = self._fitted([batch.rows(index) for index in cuts])
+        cuts = list(micro_batches(batch, tokens, self.policy.packs))
+        parts = [batch.rows(index) for index in cuts]
+        rule = self._fitted(parts)
+        packings = [self._pack(part) for part in parts]  # all before the first pass, as each waits for the device
         denominator = rule.step_denominator(batch.mask_BT)
         logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
         keep_BT = torch.ones_like(batch.mask_BT) if self.algorithm.curvature_gate else None
         losses = []
-        for index in cuts:
-            part = batch.rows(index)
-            scored = self._score(part)
+        for i, (index, part) in enumerate(zip(cuts, parts, strict=True)):
+            scored = self._score(part, packings[i])
+            packings[i] = None  # what its layers shared goes with the backward pass
             keep = None if keep_BT is None else self._keep(rule, part, scored, denominator)
             out = self._loss(rule, part, scored.logp_BT, scored.entropy_BT, denominator, keep)
             out.loss.backward()  # type: ignore[no-untyped-call]
@@ -168,8 +171,12 @@ class Updater:
             means.add(metrics)
         return sum(torch.stack(losses).tolist()), logp_BT
 
-    def _score(self, part: Batch) -> Scored:
-        return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, self.room.recompute)
+    def _pack(self, part: Batch) -> Packing | None:
+        return self.policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B)
+
+    def _score(self, part: Batch, packing: Packing | None) -> Scored:
+        recompute = self.room.recompute
+        return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, recompute, packing)
 
     def _mismatch(self, batch: Batch, logp_BT: Tensor) -> dict[str, float]:
         """Before the first optimiser step the policy is the one that sampled: what differs is the engine.
@@ -215,7 +222,7 @@ class Updater:
             return rule
         ratios = []
         for part in parts:
-            logp = self._score(part).logp_BT
+            logp = self._score(part, None).logp_BT
             log_w = at_level(logp - part.old_logp_BT, part.mask_BT, rule.level)
             ratios.append(log_w[part.mask_BT] if rule.level == "token" else log_w)
         log_w = torch.cat(ratios)
