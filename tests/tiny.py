@@ -21,6 +21,7 @@ GEMMA3 = {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": ["sliding_at
 ARCHITECTURES = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "smollm2": ("LlamaConfig", {"tie_word_embeddings": True, "hidden_size": 48, "num_attention_heads": 6}),  # in threes
     "qwen2-grouped": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
     "mistral-window": ("MistralConfig", {"head_dim": 8, "sliding_window": 5}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -9,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from rpg.bench.counts import Ceilings, Counts, logp_flops
 from rpg.bench.shapes import SHAPES, make_model, make_tokenizer, random_prompts, vocabulary
 from rpg.bench.sizes import Sizes, sizes_for
+from rpg.bench.train import make_batch
+from rpg.policy import Policy
 
 HALF_BILLION = Counts(layers=24, heads=14, key_heads=2, width=64, hidden=896, vocab=151936, body=357_826_560)
 LAYER = 896 * 896 + 2 * 896 * 128 + 896 * 896 + 3 * 896 * 4864
@@ -78,13 +82,27 @@ def test_training_by_enumeration(shared):
     for _ in range(groups):
         for sample in range(samples):
             for place in range(prompt + response):
-                if place < prompt and shared and sample:
+                heads += place >= prompt
+                if (place < prompt and shared and sample) or place == prompt + response - 1:  # nothing comes after it
                     continue
                 tokens += 1
                 pairs += place + 1
-                heads += place >= prompt
     by_hand = 6 * tokens * 1000 + 6 * heads * 32 * 64 + 12 * 2 * 4 * 8 * pairs
     assert counts.train_flops(groups, samples, prompt, response, shared) == by_hand
+
+
+def test_the_products_of_training_are_those_that_torch_counts():
+    """Of the policy's own pass, forward and backward; attention aside, whose masked pairs torch counts too."""
+    sizes = sizes_for("cpu")
+    model = make_model("tiny", sizes)
+    counts, policy = Counts.of(model, 4), Policy(model, make_tokenizer(64))
+    batch = make_batch(policy, sizes)
+    with FlopCounterMode(display=False) as counter:
+        policy.score(batch.ids_BL, batch.start_B, batch.mask_BT, batch.group_B).logp_BT.sum().backward()
+    found = counter.get_flop_counts()["Global"]
+    products = sum(count for kind, count in found.items() if str(kind) in ("aten.mm", "aten.addmm"))
+    shape = sizes.groups, sizes.samples, sizes.prompt_tokens, sizes.new_tokens
+    assert products == replace(counts, heads=0).train_flops(*shape, shared=True)
 
 
 def test_prompts_and_head_by_hand():

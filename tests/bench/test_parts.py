@@ -106,21 +106,22 @@ def test_step_beside_trl():
         assert found["rollout s"] + found["reward s"] + found["train s"] == pytest.approx(found["step s"])
 
 
-def test_trl_tries_half_where_memory_is_short(monkeypatch):
+def test_trl_tries_less_where_memory_is_short(monkeypatch):
     tried = []
 
     def compare(work, sides, watch):
-        tried.append(work.micro)
+        tried.append((work.micro, work.checkpointing))
         if work.micro > 4:
             raise SideFailed("trl: OutOfMemoryError: CUDA out of memory")
         return {"trl": "done"}
 
     monkeypatch.setattr(whole, "compare", compare)
-    work = whole.Work(micro=8)
-    assert whole._trl(work, quiet) == "done"
-    assert tried == [8, 4]
+    assert whole._trl(whole.Work(micro=8, checkpointing=True), quiet) == "done"
+    assert tried == [(8, False), (8, True), (4, True)]
+    assert whole._trl(whole.Work(micro=4, checkpointing=True), quiet) == "done"
+    assert tried[3:] == [(4, False)]  # as fast as it can
     with pytest.raises(SideFailed):
-        whole._trl(whole.Work(micro=64), quiet)
+        whole._trl(whole.Work(micro=64, checkpointing=True), quiet)
 
 
 def test_the_reward_tells_responses_apart():

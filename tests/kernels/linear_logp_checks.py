@@ -150,3 +150,35 @@ def check_extreme_logits() -> None:
     assert w.grad is not None
     assert h.grad.isfinite().all()
     assert w.grad.isfinite().all()
+
+
+def check_kernels_are_launched_on_the_device_of_the_logits() -> None:
+    """Which need not be the current one."""
+    from contextlib import contextmanager
+    from unittest.mock import patch
+
+    from rpg.kernels import linear_logp_triton as kernels
+
+    current: list[Tensor] = []
+    launched = []
+
+    @contextmanager
+    def device_of(tensor: Tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda logits, *_, **__: launched.append(bool(current) and current[-1] is logits)
+
+    logits_NC, row_N = torch.zeros(2, 4), torch.zeros(2)
+    target_N, by = torch.zeros(2, dtype=torch.long), Slope(row_N, row_N, row_N, None)
+    with (
+        patch("torch.cuda.device_of", device_of),
+        patch.object(kernels, "_observe", Kernel()),
+        patch.object(kernels, "_slope", Kernel()),
+    ):
+        kernels.observe(torch.zeros(4, 2), logits_NC, None, target_N, 0, 1.0)
+        kernels.slope(by, logits_NC, None, target_N, 0, 1.0, torch.float32)
+    assert launched == [True, True]

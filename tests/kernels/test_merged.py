@@ -50,7 +50,7 @@ def test_the_same_logits_from_fewer_products(name, monkeypatch):
     assert len(groups) + len(folded) == len(done)
     assert products(model, monkeypatch) == (apart - saved - 2 * len(folded), added + 2 * len(folded))
     assert saved == {"gpt-neox": 0, "gpt2": 0, "phi-bias": 4}.get(name, 6)  # of two layers
-    assert len(folded) == (2 if name.startswith(("llama", "qwen", "mistral", "granite")) else 0)
+    assert len(folded) == (2 if name.startswith(("llama", "smollm", "qwen", "mistral", "granite")) else 0)
     assert all(group.held is None for group in groups.values())
 
 

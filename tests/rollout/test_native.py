@@ -1,6 +1,8 @@
 """The native engine against transformers: a full forward pass, generate(), and exact enumeration."""
 
 import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -305,6 +307,102 @@ def test_prompts_of_a_group_are_read_once(llama, monkeypatch):
     run.generate([PROMPTS[0], PROMPTS[2]], n=5, max_new_tokens=4, seed=1)
     assert [shape for shape in seen if shape[1] > 1] == [(1, 7), (1, 5)]
     assert run.decoder.buffers.prompts == 2
+
+
+# ---- on a GPU, as far as a CPU can tell ------------------------------------------------------------------------------
+
+
+def test_what_the_kernels_cannot_do_is_decoded_step_by_step(llama, monkeypatch):
+    expected = engine(llama, 5).generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
+
+    def refuse(*_):
+        raise ValueError("query heads must be 1 to 16")
+
+    monkeypatch.setattr("rpg.rollout.graphs.decode_attention", refuse)
+    told = []
+    run = engine(llama, 5, warn=told.append)
+    assert told == ["decoding step by step, which is slow: query heads must be 1 to 16"] * engine.graphs
+    assert run.decoder is None
+    found = run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
+    assert [r.tokens for r in flat(found)] == [r.tokens for r in flat(expected)]
+
+
+class FakeCuda:
+    """Graphs of a model that asks the host in its step: torch raises where the capture ends, and stays on its stream."""
+
+    def __init__(self, monkeypatch):
+        self.stream, self.recording = SimpleNamespace(device_index=3), []
+        self.own = self.stream
+        for name in ("graph", "current_stream", "set_stream", "graph_pool_handle", "CUDAGraph", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, getattr(self, name), raising=False)
+
+    @contextmanager
+    def graph(self, graph, pool):
+        self.stream = SimpleNamespace(device_index=3)
+        self.recording.append(pool)
+        yield
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
+    def graph_pool_handle(self):
+        return 0, 7
+
+    def CUDAGraph(self):
+        return object()
+
+    def synchronize(self):
+        assert self.stream is self.own
+
+    def _cuda_endAllocateToPool(self, device, pool):
+        assert device == 3
+        self.recording.remove(pool)
+
+    def _cuda_releasePool(self, device, pool):
+        assert (device, pool) == (3, (0, 7))
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(llama, monkeypatch):
+    if not engine.graphs:
+        pytest.skip("there are none")
+    run = engine(llama, 5)
+    expected = run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(run.decoder, "_decode", unless_recording(cuda, run.decoder._decode))
+    run.decoder.capture = True
+    assert run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5) == expected
+    assert run.decoder.why_not == "CUDA error: operation failed due to a previous error during capture"
+    assert cuda.stream is cuda.own
+    assert cuda.recording == []
+
+
+def unless_recording(cuda, decode):
+    """What is captured is not done."""
+    return lambda *step: None if cuda.recording else decode(*step)
+
+
+def test_the_models_device_is_the_current_one(llama, monkeypatch):
+    """Triton launches on the current device, and graphs are captured on a stream of it."""
+    current = []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    run, seen = engine(llama, 4), []
+    parameters = list(map(id, llama.parameters()))
+    run.generate(PROMPTS, max_new_tokens=3, progress=lambda _: seen.append(id(current[-1])) if current else None)
+    assert seen
+    assert set(seen) <= set(parameters)
 
 
 # ---- the model afterwards --------------------------------------------------------------------------------------------

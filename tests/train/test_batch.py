@@ -104,6 +104,44 @@ def test_micro_batches_hold_every_row_once_within_the_budget(batch, policy, toke
     assert longest == sorted(longest)
 
 
+@pytest.mark.parametrize("tokens", [1, 15, 16, 30, 47, 100, 10**6])
+def test_where_the_policy_pads_padding_and_every_prompt_count(batch, tokens):
+    parts = list(micro_batches(batch, tokens, packs=False))
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
+    sizes = [len(index) * (batch.rows(index).ids_BL.shape[1] - 1) for index in parts]
+    assert all(size <= tokens or len(index) == 1 for size, index in zip(sizes, parts, strict=True))
+    for part, following in itertools.pairwise(parts):  # not smaller than they have to be
+        assert (len(part) + 1) * (int(batch.lengths_B[following[0]]) - 1) > tokens
+    lengths = batch.lengths_B[torch.cat(parts)].tolist()
+    assert lengths == sorted(lengths)
+
+
+def test_a_policy_that_pads_is_given_no_more_than_asked_for(tmp_path, monkeypatch):
+    policy = Policy(tiny.make(config="Gemma2Config", head_dim=8, sliding_window=4), tiny.tokenizer())
+    assert not policy.packs
+    seen, score = [], policy.score
+    monkeypatch.setattr(policy, "score", lambda ids, *rest, **named: (seen.append(ids), score(ids, *rest, **named))[1])
+    batch = with_advantages(make_batch(tiny.groups(policy), 0, CPU), rpg.algorithm("reinforce").advantage, None)
+    seen.clear()
+    batch_logp(policy, batch, 30)
+    updater(policy, rpg.algorithm("reinforce"), tmp_path, micro_tokens=30)._gradients(batch, Means(), first=False)
+    assert len(seen) == 8
+    assert all(len(ids) * (ids.shape[1] - 1) <= 30 for ids in seen)
+
+
+def test_nothing_is_laid_out_between_two_passes(policy, batch, tmp_path, monkeypatch):
+    """It would wait for the device."""
+    order, pack, score = [], policy.pack, policy.score
+    monkeypatch.setattr(policy, "pack", lambda *how: (order.append("pack"), pack(*how))[1])
+    monkeypatch.setattr(policy, "score", lambda *a, **how: (order.append("score"), score(*a, **how))[1])
+    data = with_advantages(batch, rpg.algorithm("reinforce").advantage, None)
+    batch_logp(policy, data, 20)
+    assert order == ["pack"] * 4 + ["score"] * 4
+    updater(policy, rpg.algorithm("reinforce"), tmp_path, micro_tokens=20)._gradients(data, Means(), first=False)
+    policy.model.zero_grad(set_to_none=True)
+    assert order[8:] == ["pack"] * 4 + ["score"] * 4
+
+
 def test_log_probabilities_do_not_depend_on_the_cut(policy, batch):
     whole, small = batch_logp(policy, batch, 10**6), batch_logp(policy, batch, 20)
     assert torch.allclose(whole, small, atol=1e-6)
@@ -207,7 +245,10 @@ def test_every_row_is_used_once_an_epoch(minibatches, epochs, policy, batch, tmp
     epochs_rows = []
     for epoch in range(epochs):
         parts = [part for part, _ in seen[epoch * minibatches : (epoch + 1) * minibatches]]
-        assert {len(part) for part in parts} <= {12 // minibatches, 12 // minibatches + 1}
+        if minibatches <= 3:  # of the three groups of 4, 3 and 5 none is cut
+            assert sorted(g for part in parts for g in part.group_B.unique().tolist()) == [0, 1, 2]
+        else:
+            assert {len(part) for part in parts} <= {12 // minibatches, 12 // minibatches + 1}
         rows = [tuple(ids[:n].tolist()) for part in parts for ids, n in zip(part.ids_BL, part.lengths_B, strict=True)]
         assert sorted(rows) == sorted(tuple(i[:n].tolist()) for i, n in zip(batch.ids_BL, batch.lengths_B, strict=True))
         epochs_rows.append(rows)

@@ -301,8 +301,11 @@ def test_mistakes_about_runs(train: Command, command: Command, home: Path) -> No
     assert_one_line(command(*resume, "--config", "none.yaml"), 2, "none.yaml: no such file")
     assert (run / "metrics.jsonl").read_bytes() == before
     assert checkpoints(run) == ["step-000001", "step-000002"]
-    # what may change: how long, where, how often, and the learning rate
-    job = command(*resume, "--steps", "3", "--eval.problems", "4", "--checkpoint.every", "0", "--optim.lr", "1e-4")
+    # what may change: how long, where, how often, the learning rate, and how much is computed at a time
+    sizes = ["--optim.micro_tokens", "200", "--rollout.slots", "8"]
+    job = command(
+        *resume, "--steps", "3", "--eval.problems", "4", "--checkpoint.every", "0", "--optim.lr", "1e-4", *sizes
+    )
     assert job.code == 0, job.text
     assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
     assert (run / "metrics.jsonl").read_bytes().startswith(before)

@@ -9,7 +9,7 @@ import transformers
 import tiny
 from rpg.policy import Policy
 from rpg.train.batch import make_batch, micro_batches
-from rpg.train.config import Config, OptimConfig, RolloutConfig
+from rpg.train.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
 from rpg.train.memory import Memory, Room, choose, estimate, make_room, pick_slots, slots_for
 
 GIB = 2**30
@@ -61,6 +61,12 @@ def test_recomputation_keeps_the_inputs_of_layers(half_billion):
     assert activations(micro_tokens=16384) == 2 * activations()
     assert activations(micro_tokens=1) == activations(micro_tokens=1536)  # a sequence is not cut
     assert activations(logits=True) - activations() == 8192 * 151936 * 14  # logits
+
+
+def test_a_moving_average_of_half_precision_is_held_in_float32_too(half_billion):
+    config = replace(CONFIG, reference=ReferenceConfig(update="ema"))
+    assert estimate(half_billion, config, 8192, False, True, False).reference == 6 * 494_032_768
+    assert estimate(half_billion, config, 8192, False, False, False).reference == 0
 
 
 @pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
@@ -162,6 +168,16 @@ def test_a_size_that_no_batch_reaches_is_not_halved_in_vain(batch):
     assert [len(list(micro_batches(batch, n))) for n in (seen[0], 2 * seen[1], seen[1])] == [1, 1, 2]
 
 
+def test_sizes_that_are_padded_are_halved_as_such(batch):
+    """Three groups of 12 rows are more, and cut earlier, where every row has its prompt and its padding."""
+    packed, padded = [], []
+    Room(2**20).run(batch, needs(128, packed))
+    room = Room(2**20, packs=False)
+    room.run(batch, needs(128, padded))
+    assert padded[1] > packed[1] or len(list(micro_batches(batch, packed[1], packs=False))) > 2
+    assert [len(list(micro_batches(batch, n, packs=False))) for n in (padded[0], 2 * padded[1], padded[1])] == [1, 1, 2]
+
+
 def test_the_error_holds_no_tensor(batch):
     """What the failed attempt had is gone before the next one begins."""
     import weakref
@@ -195,6 +211,15 @@ def test_slots_take_half_of_what_training_leaves():
         assert slots_for(model, open_config, fixed + room, False) == slots
     copy = estimate(model, CONFIG, 0, True, True, False).reference
     assert slots_for(model, open_config, fixed + 2 * 3 * each + copy - 1, True) == 2  # it takes its part
+
+
+def test_an_evaluation_holds_no_optimiser(half_billion):
+    """Else a model that can be evaluated but not trained would be decoded one response at a time."""
+    open_config = replace(CONFIG, rollout=replace(CONFIG.rollout, slots=None))
+    weights, each = 2 * 494_032_768, 1536 * 24 * 2 * 2 * 64 * 2
+    available = weights + 2 * 64 * each
+    assert slots_for(half_billion, open_config, available, False, trained=False) == 64
+    assert slots_for(half_billion, open_config, available, False) == 1
 
 
 def test_slots_that_are_given_stay():

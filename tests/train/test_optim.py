@@ -284,6 +284,14 @@ def test_plain_bfloat16_loses_small_updates_and_masters_keep_them():
     assert not torch.equal(kept, start)
 
 
+def test_masters_of_some_parameters_are_not_those_of_all():
+    """What a checkpoint of schedule-free has to hold besides the masters: every parameter without one."""
+    for dtypes, whole in (("hh", True), ("hf", False), ("ff", False)):
+        kinds = {"h": torch.bfloat16, "f": torch.float32}
+        named = [(f"p{i}", torch.nn.Parameter(torch.ones(2, dtype=kinds[kind]))) for i, kind in enumerate(dtypes)]
+        assert make_optimizer(named, OptimConfig(name="schedule-free")).all_rounded == whole
+
+
 def test_micro_batches_are_summed_in_float32():
     x_NF = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact_F, size_F = x_NF.double().sum(0), x_NF.double().abs().sum(0)

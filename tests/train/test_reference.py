@@ -20,8 +20,8 @@ WITHOUT_KL = {
 ANCHORED_AT_THE_START = {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
 
 
-def make_policy():
-    return Policy(tiny.make("llama-tied"), tiny.tokenizer())
+def make_policy(dtype=torch.float32):
+    return Policy(tiny.make("llama-tied", dtype=dtype), tiny.tokenizer())
 
 
 def weights(policy):
@@ -189,3 +189,29 @@ def test_presets_with_a_kl_term_train_with_either_reference(name, update, tmp_pa
     assert metrics["skipped"] == 0
     assert metrics["lr"] == 1e-2
     assert not same(weights(policy), before)
+
+
+def test_a_moving_average_of_half_precision_moves():
+    """A fiftieth of a change of five per cent is below what bfloat16 can tell."""
+    policy = make_policy(torch.bfloat16)
+    reference, start = Reference(policy, "ema", ReferenceConfig(decay=0.98)), weights(policy)
+    assert {x.dtype for x in reference.averages.values()} == {torch.float32}
+    assert reference.averages.keys() >= start.keys()
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.05)
+    for step in range(1, 41):
+        reference.after_step(step, policy, None)
+    found, now, past = weights(reference.policy), weights(policy), 0.98**40
+    for name, value in found.items():
+        expected = past * start[name].float() + (1 - past) * now[name].float()
+        assert torch.allclose(value.float(), expected, rtol=2**-8, atol=0)
+        assert torch.allclose(reference.averages[name], expected, rtol=1e-5, atol=1e-7)
+    other = Reference(make_policy(torch.bfloat16), "ema", ReferenceConfig(decay=0.98))
+    other.load(reference.state(), {name: x.clone() for name, x in reference.tensors().items()})
+    for one in (reference, other):
+        one.after_step(41, policy, None)
+    assert same(reference.averages, other.averages)
+    assert same(weights(reference.policy), weights(other.policy))
+    assert not Reference(policy, "every", ReferenceConfig()).averages
+    assert not Reference(make_policy(), "ema", ReferenceConfig()).averages

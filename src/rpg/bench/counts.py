@@ -77,16 +77,15 @@ class Counts:
         return 2 * prompts * (length * self.body + self.head) + self._attention(prompts * length * (length + 1) / 2)
 
     def train_flops(self, groups: int, samples: int, prompt: int, response: int, shared: bool) -> float:
-        """Forward and backward, the backward twice the forward; the head on response tokens only.
+        """Forward and backward, the backward twice the forward; the head once for every response token.
 
-        ``shared``: the prompt of a group once, as it has to be computed; else once for every response.
+        ``shared``: the prompt of a group once, as it has to be computed; else once for every response. The last token
+        of a response predicts nothing and is not read.
         """
-        copies = groups if shared else groups * samples
-        tokens = copies * prompt + groups * samples * response
-        pairs = copies * prompt * (prompt + 1) / 2 + groups * samples * (
-            response * prompt + response * (response + 1) / 2
-        )
-        forward = 2 * tokens * self.body + 2 * groups * samples * response * self.head + self._attention(pairs)
+        copies, rows, read = groups if shared else groups * samples, groups * samples, response - 1
+        tokens = copies * prompt + rows * read
+        pairs = copies * prompt * (prompt + 1) / 2 + rows * (read * prompt + read * (read + 1) / 2)
+        forward = 2 * tokens * self.body + 2 * rows * response * self.head + self._attention(pairs)
         return 3 * forward
 
 

@@ -132,6 +132,7 @@ def process(side: str, work: Work) -> Iterator[Callable[[], tuple[Took, float]]]
         child.join(5)
         if child.is_alive():
             child.terminate()
+            child.join(5)  # what it held of the device is needed by the next
 
 
 def compare(work: Work, sides: tuple[str, ...], watch: Callable[[str], None] = lambda text: None) -> dict[str, Result]:

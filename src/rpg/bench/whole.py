@@ -57,9 +57,9 @@ def _about(sizes: Sizes) -> str:
         f"{sizes.groups} prompts of {sizes.prompt_tokens} tokens × {sizes.samples} responses of {sizes.new_tokens}, "
         f"temperature 1, {sizes.dtype}, scored by the parity of their last word, then one AdamW step on all of them; "
         "each side in a process of its own. rpg: Trainer.step of rpg train. TRL: its own generation with transformers, "
-        f"beta 0, default loss, gradient checkpointing, {sizes.micro} responses in a pass (half of that where it does "
-        f"not fit), no logging; its weights and moments are {sizes.dtype}, where rpg keeps float32 ones. Median of "
-        f"{_repeats(sizes)} after {WARMUP} to warm up."
+        f"beta 0, default loss, {sizes.micro} responses in a pass (where that does not fit, with gradient "
+        f"checkpointing, its default, or half of them), no logging; its weights and moments are {sizes.dtype}, where "
+        f"rpg keeps float32 ones. Median of {_repeats(sizes)} after {WARMUP} to warm up."
     )
 
 
@@ -108,17 +108,20 @@ def _floor(sizes: Sizes, ceilings: Ceilings) -> float:
     step = counts.decode_seconds(ceilings, rows, sizes.prompt_tokens, new / 2, sizes.groups)
     prompts = ceilings.seconds(counts.prefill_flops(sizes.groups, sizes.prompt_tokens))
     trained = counts.train_flops(sizes.groups, sizes.samples, sizes.prompt_tokens, new, shared=True)
-    return prompts + new * step + ceilings.seconds(trained)
+    return prompts + (new - 1) * step + ceilings.seconds(trained)  # the first token comes with the prompt
 
 
 def _trl(work: Work, watch: Callable[[str], None]) -> Result:
-    """At the size that was asked for, or at half of it where the device has too little memory."""
-    try:
-        return compare(work, ("trl",), watch)["trl"]
-    except SideFailed as error:
-        if "OutOfMemory" not in str(error) or (work.micro or 1) < 2:
-            raise
-        return compare(replace(work, micro=(work.micro or 2) // 2), ("trl",), watch)["trl"]
+    """As fast as the device's memory lets it: all activations kept, computed anew, or with half as many responses."""
+    half = max(1, (work.micro or 2) // 2)
+    tries = [replace(work, checkpointing=False), work, replace(work, micro=half)]
+    for number, attempt in enumerate(tries, 1):
+        try:
+            return compare(attempt, ("trl",), watch)["trl"]
+        except SideFailed as error:
+            if "OutOfMemory" not in str(error) or number == len(tries):
+                raise
+    raise AssertionError
 
 
 def _row(name: str, result: Result, floor: float) -> Row:

@@ -107,20 +107,21 @@ def _slope(
 
 def observe(sums: Tensor, logits_NC: Tensor, ref_NC: Tensor | None, target_N: Tensor, first: int, scale: float) -> None:
     rows, width = logits_NC.shape
-    _observe[(rows,)](
-        logits_NC,
-        logits_NC if ref_NC is None else ref_NC,
-        target_N,
-        sums,
-        logits_NC.stride(0),
-        sums.stride(0),
-        width,
-        first,
-        scale,
-        KL=ref_NC is not None,
-        BLOCK=_block(width),
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(logits_NC):  # Triton launches on the current device
+        _observe[(rows,)](
+            logits_NC,
+            logits_NC if ref_NC is None else ref_NC,
+            target_N,
+            sums,
+            logits_NC.stride(0),
+            sums.stride(0),
+            width,
+            first,
+            scale,
+            KL=ref_NC is not None,
+            BLOCK=_block(width),
+            num_warps=WARPS,
+        )
 
 
 def slope(
@@ -130,28 +131,29 @@ def slope(
     rows, width = logits_NC.shape
     out_NC = logits_NC.view(dtype)[:, :width]
     absent = by.norm_N
-    _slope[(rows,)](
-        logits_NC,
-        logits_NC if ref_NC is None else ref_NC,
-        out_NC,
-        target_N,
-        by.norm_N,
-        by.entropy_N,
-        by.d_logp_N,
-        absent if by.d_entropy_N is None else by.d_entropy_N,
-        absent if by.ref_norm_N is None else by.ref_norm_N,
-        absent if by.kl_N is None else by.kl_N,
-        absent if by.d_kl_N is None else by.d_kl_N,
-        logits_NC.stride(0),
-        out_NC.stride(0),
-        width,
-        first,
-        scale,
-        ENTROPY=by.d_entropy_N is not None,
-        KL=ref_NC is not None,
-        BLOCK=_block(width),
-        num_warps=WARPS,
-    )
+    with torch.cuda.device_of(logits_NC):  # Triton launches on the current device
+        _slope[(rows,)](
+            logits_NC,
+            logits_NC if ref_NC is None else ref_NC,
+            out_NC,
+            target_N,
+            by.norm_N,
+            by.entropy_N,
+            by.d_logp_N,
+            absent if by.d_entropy_N is None else by.d_entropy_N,
+            absent if by.ref_norm_N is None else by.ref_norm_N,
+            absent if by.kl_N is None else by.kl_N,
+            absent if by.d_kl_N is None else by.d_kl_N,
+            logits_NC.stride(0),
+            out_NC.stride(0),
+            width,
+            first,
+            scale,
+            ENTROPY=by.d_entropy_N is not None,
+            KL=ref_NC is not None,
+            BLOCK=_block(width),
+            num_warps=WARPS,
+        )
     return out_NC
 
 

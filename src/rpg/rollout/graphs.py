@@ -8,6 +8,7 @@ prompt and its slot, so rows can be renumbered without moving a key.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -156,17 +157,18 @@ class GraphDecoder:
             self._record(key, how)
 
     def _record(self, key: tuple[int, float, float, int], how: Sampling) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        pool = self.pool or torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.graph(graph, pool=pool):
                 self._decode(key[0], how)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # an architecture that asks the host on the way
             self.why_not = next(iter(str(error).splitlines()), type(error).__name__)
-            torch.cuda.synchronize()
+            _leave(stream, pool)
             return
-        self.pool = self.pool or graph.pool()
+        self.pool = pool
         self.graphs[key] = graph
 
     def _decode(self, rows: int, how: Sampling) -> None:
@@ -374,6 +376,15 @@ class GraphBatch:
             for row, numbers, length, end in zip(tokens, logp.tolist(), lengths, ended, strict=True)
         ]
         return [flat[i : i + self.n] for i in range(0, len(flat), self.n)]
+
+
+def _leave(stream: torch.cuda.Stream, pool: Any) -> None:
+    """After a capture that failed. torch stays on its stream, and before 2.12 its allocator goes on as if in it."""
+    torch.cuda.set_stream(stream)
+    with contextlib.suppress(RuntimeError):  # it is out of it
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch._C._cuda_releasePool(stream.device_index, pool)
+    torch.cuda.synchronize()
 
 
 def buckets(rows: int) -> int:

@@ -46,7 +46,14 @@ class NativeEngine:
             fuse(model)
             merge(model)
             self.decoder = GraphDecoder(model, head_is_linear(model), slots, capture=on_gpu)
-        self._try_out()
+        try:
+            self._try_out()
+        except ValueError as error:
+            if self.decoder is None:
+                raise
+            self.decoder = None  # what its kernels do not know (more heads to a key, wider values) plain steps may
+            self._try_out()
+            warn(f"decoding step by step, which is slow: {str(error).partition(': ')[2]}")
         if self.decoder is not None and self.decoder.why_not:
             warn(f"decoding without CUDA graphs, which is slow: {self.decoder.why_not}")
 
@@ -134,10 +141,11 @@ class NativeEngine:
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         batch: eager.Batch | GraphBatch
-        if self.decoder is None:
-            batch = eager.Batch(self.model, end_ids, prompts, n, how, seed, min(slots, n * len(prompts)))
-        else:
-            self.decoder.slots = slots
-            batch = GraphBatch(self.decoder, end_ids, prompts, n, how, seed)
-        batch.run(progress)
-        return batch.rollouts()
+        with torch.cuda.device_of(next(self.model.parameters())):  # kernels and graphs are of the current device
+            if self.decoder is None:
+                batch = eager.Batch(self.model, end_ids, prompts, n, how, seed, min(slots, n * len(prompts)))
+            else:
+                self.decoder.slots = slots
+                batch = GraphBatch(self.decoder, end_ids, prompts, n, how, seed)
+            batch.run(progress)
+            return batch.rollouts()

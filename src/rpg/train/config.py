@@ -81,8 +81,8 @@ class OptimConfig:
     epochs: int = 1
     """times each rollout is used"""
     micro_tokens: int | None = None
-    """tokens (padding included) in one forward and backward pass; changes memory and speed, not the gradient; None:
-    1024 on a CPU, where activations then stay in its cache; on a GPU what fits into its memory, at most 32768"""
+    """tokens in one forward and backward pass, padding included where there is any; changes memory and speed, not the
+    gradient; None: 1024 on a CPU, where activations then stay in its cache; on a GPU what fits, at most 32768"""
     recompute: bool | None = None
     """recompute activations in the backward pass: less memory, a third more arithmetic; None: where they do not fit"""
     max_bad_steps: int = 3

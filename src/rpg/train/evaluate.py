@@ -136,7 +136,8 @@ def evaluate_model(config: Config) -> Evaluation:
     task = load_task(config.task.name, config.seed, config.task.test)
     device = pick_device(config.device)
     policy = Policy.load(config.model, device=device, dtype=pick_dtype(config.dtype, device))
-    engine = NativeEngine(policy.model, policy.tokenizer, pick_slots(policy, config, held=False))
+    slots = pick_slots(policy, config, held=False, trained=False)
+    engine = NativeEngine(policy.model, policy.tokenizer, slots)
     problems = held_out(task, config)
     check_fit(policy, problems, config)
     with make_scorer(config, task) as scorer:

@@ -61,6 +61,9 @@ FREE = (
     "optim.lr",
     "optim.schedule",
     "optim.max_grad_norm",
+    "optim.micro_tokens",
+    "optim.recompute",
+    "rollout.slots",
 )
 
 
@@ -412,7 +415,9 @@ class Trainer:
         load_optimizer(self.optimizer, self.policy.parameters(), found.tensors("optimizer"))
         tensors = found.tensors("reference") if self.reference.policy is not None else {}
         self.reference.load(state["reference"], tensors)
-        self.room.load(state["room"])
+        sizes, now = ("optim.micro_tokens", "optim.recompute"), json_like(flat(self.config))
+        if all(state["config"].get(key) == now.get(key) for key in sizes):  # else as it is set now
+            self.room.load(state["room"])
         self.old_logp.measured = state["mismatch"]
         self.collector.cursor = Cursor(**state["cursor"])
         self.updater.bad_steps, self.starved = state["bad_steps"], state["starved"]

@@ -66,17 +66,18 @@ def estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, ref
     )
 
 
-def pick_slots(policy: Policy, config: Config, held: bool) -> int:
+def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True) -> int:
     """As the settings say, else as many as are worth it and fit. ``held``: a copy of the model will be."""
     if config.rollout.slots is not None or policy.device.type != "cuda":
         return config.rollout.slots or CPU_SLOTS
-    return slots_for(policy.model, config, available_bytes(policy.device), held)
+    return slots_for(policy.model, config, available_bytes(policy.device), held, trained)
 
 
-def slots_for(model: Any, config: Config, available: int, held: bool) -> int:
-    """Half of what weights, optimiser and gradients leave goes to keys and values, half to activations."""
+def slots_for(model: Any, config: Config, available: int, held: bool, trained: bool = True) -> int:
+    """Half of what weights and, where it is trained, optimiser and gradients leave goes to keys and values, half to
+    activations."""
     memory = estimate(model, config, 0, True, held, logits=False)
-    fixed = memory.total - memory.cache - memory.activations
+    fixed = memory.total - memory.cache - memory.activations if trained else memory.weights
     each = memory.cache // (config.rollout.slots or MOST_SLOTS)
     slots = max(0, available - fixed) // 2 // max(1, each)
     return min(MOST_SLOTS, slots - slots % SLOTS if slots > SLOTS else max(1, slots))

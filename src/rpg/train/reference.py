@@ -87,7 +87,7 @@ class Reference:
     def tensors(self) -> dict[str, Tensor]:
         if self.policy is None:
             return {}
-        return self.policy.model.state_dict() | {AVERAGE + name: x for name, x in self.averages.items()}
+        return dict(self.policy.model.state_dict()) | {AVERAGE + name: x for name, x in self.averages.items()}
 
     def state(self) -> dict[str, Any]:
         return {"rule": self.rule, "average_kl": self.average_kl, "renewals": self.renewals}
