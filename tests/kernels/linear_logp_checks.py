@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -154,9 +156,7 @@ def check_extreme_logits() -> None:
 
 def check_kernels_are_launched_on_the_device_of_the_logits() -> None:
     """Which need not be the current one."""
-    from contextlib import contextmanager
-    from unittest.mock import patch
-
+    from rpg.kernels import linear_logp_torch
     from rpg.kernels import linear_logp_triton as kernels
 
     current: list[Tensor] = []
@@ -173,7 +173,7 @@ def check_kernels_are_launched_on_the_device_of_the_logits() -> None:
             return lambda logits, *_, **__: launched.append(bool(current) and current[-1] is logits)
 
     logits_NC, row_N = torch.zeros(2, 4), torch.zeros(2)
-    target_N, by = torch.zeros(2, dtype=torch.long), Slope(row_N, row_N, row_N, None)
+    target_N, by = torch.zeros(2, dtype=torch.long), linear_logp_torch.Slope(row_N, row_N, row_N, None)
     with (
         patch("torch.cuda.device_of", device_of),
         patch.object(kernels, "_observe", Kernel()),

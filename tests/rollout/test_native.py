@@ -328,7 +328,7 @@ def test_what_the_kernels_cannot_do_is_decoded_step_by_step(llama, monkeypatch):
 
 
 class FakeCuda:
-    """Graphs of a model that asks the host in its step: torch raises where the capture ends, and stays on its stream."""
+    """Graphs of a model that asks the host on the way: torch raises at the capture's end and stays on its stream."""
 
     def __init__(self, monkeypatch):
         self.stream, self.recording = SimpleNamespace(device_index=3), []

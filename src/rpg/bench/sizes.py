@@ -20,7 +20,7 @@ class Sizes:
     slots: int = size(512, "rows decoded at once by the small model and in the whole step")
     prompt_tokens: int = size(178, "tokens of a prompt")
     new_tokens: int = size(320, "tokens of a response")
-    peer_new_tokens: int = size(48, "tokens that transformers' generate samples, whose steps cost the same")
+    peer_new_tokens: int = size(64, "tokens that transformers' continuous batching samples: its step takes long")
     draws: int = size(65536, "samples of two tokens for the test of the distribution")
     tokens: int = size(16384, "logp: tokens")
     hidden: int = size(2560, "logp: hidden size")

@@ -141,7 +141,8 @@ class NativeEngine:
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         batch: eager.Batch | GraphBatch
-        with torch.cuda.device_of(next(self.model.parameters())):  # kernels and graphs are of the current device
+        # kernels and graphs are of the current device
+        with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
             if self.decoder is None:
                 batch = eager.Batch(self.model, end_ids, prompts, n, how, seed, min(slots, n * len(prompts)))
             else:

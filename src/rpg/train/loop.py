@@ -14,7 +14,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,8 @@ class Trainer:
         self.collector = Collector(
             config, self.algorithm, self.policy, self.engine, self.task, self.scorer, self.view.stage
         )
-        self.room = make_room(self.policy, config, held, self.engine.release, self._warn)
+        resolved = replace(config, rollout=replace(sampling, slots=slots))
+        self.room = make_room(self.policy, resolved, held, self.engine.release, self._warn)
         self.updater = Updater(config, self.algorithm, self.policy, self.optimizer, folder, self.view.stage, self.room)
         self.old_logp = OldLogp(config, self.algorithm.loss, self.dtype)
         self.done = 0  # steps
