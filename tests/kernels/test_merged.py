@@ -141,6 +141,16 @@ def test_a_layer_that_scales_what_it_adds_is_left_alone():
     assert "forward" not in vars(model.model.layers[0].mlp.down_proj)
 
 
+def test_a_model_that_cannot_be_tried_or_may_learn_a_scale_is_left_alone(monkeypatch):
+    model = tiny.make("llama")
+    model.model.layers[0].scale = torch.nn.Parameter(torch.ones(()))
+    assert [name for name in merge(model) if name.rpartition(".")[2].isdigit()] == ["model.layers.1"]
+    model = tiny.make("llama")
+    monkeypatch.setattr(model, "forward", lambda **inputs: 1 / 0)
+    assert not [name for name in merge(model) if name.rpartition(".")[2].isdigit()]
+    assert "forward" not in vars(model.model.layers[0])
+
+
 def test_a_residual_does_not_outlive_its_layer():
     """A pass that fails on the way leaves nothing behind that a later one would add."""
     model = tiny.make("llama")

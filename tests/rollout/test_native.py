@@ -330,9 +330,11 @@ def test_what_the_kernels_cannot_do_is_decoded_step_by_step(llama, monkeypatch):
 class FakeCuda:
     """Graphs of a model that asks the host on the way: torch raises at the capture's end and stays on its stream."""
 
-    def __init__(self, monkeypatch):
-        self.stream, self.recording = SimpleNamespace(device_index=3), []
-        self.own = self.stream
+    def __init__(self, monkeypatch, error=RuntimeError):
+        self.stream, self.recording, self.error = SimpleNamespace(device_index=3), [], error
+        self.own, self.drawing = self.stream, "as ever"
+        generator = SimpleNamespace(clone_state=lambda: "as ever", graphsafe_set_state=self.draw)
+        monkeypatch.setattr(torch.cuda, "default_generators", {3: generator})
         for name in ("graph", "current_stream", "set_stream", "graph_pool_handle", "CUDAGraph", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
@@ -342,8 +344,12 @@ class FakeCuda:
     def graph(self, graph, pool):
         self.stream = SimpleNamespace(device_index=3)
         self.recording.append(pool)
+        self.drawing = "in a graph only"
         yield
-        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        raise self.error("CUDA error: operation failed due to a previous error during capture")
+
+    def draw(self, state):
+        self.drawing = state
 
     def current_stream(self):
         return self.stream
@@ -371,15 +377,30 @@ class FakeCuda:
 def test_a_capture_that_fails_leaves_nothing_behind(llama, monkeypatch):
     if not engine.graphs:
         pytest.skip("there are none")
-    run = engine(llama, 5)
+    told = []
+    run = engine(llama, 5, warn=told.append)
     expected = run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(run.decoder, "_decode", unless_recording(cuda, run.decoder._decode))
     run.decoder.capture = True
-    assert run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5) == expected
-    assert run.decoder.why_not == "CUDA error: operation failed due to a previous error during capture"
-    assert cuda.stream is cuda.own
-    assert cuda.recording == []
+    for _ in range(2):
+        assert run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5) == expected
+    reason = "CUDA error: operation failed due to a previous error during capture"
+    assert told == [f"decoding without CUDA graphs, which is slow: {reason}"]
+    assert (cuda.stream, cuda.recording, cuda.drawing) == (cuda.own, [], "as ever")
+
+
+def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(llama, monkeypatch):
+    if not engine.graphs:
+        pytest.skip("there are none")
+    run = engine(llama, 5)
+    cuda = FakeCuda(monkeypatch, torch.OutOfMemoryError)
+    monkeypatch.setattr(run.decoder, "_decode", unless_recording(cuda, run.decoder._decode))
+    run.decoder.capture = True
+    with pytest.raises(torch.OutOfMemoryError):  # with a single slot, too
+        run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
+    assert run.slots == 1
+    assert (cuda.stream, cuda.recording, cuda.drawing) == (cuda.own, [], "as ever")
 
 
 def unless_recording(cuda, decode):

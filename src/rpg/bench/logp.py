@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from ..kernels import linear_logp
 from .counts import Ceilings, logp_flops
 from .peers import PEERS
-from .rows import Column, Row, Section
+from .rows import Column, Row, Section, Target, ratio
 from .sizes import Sizes
 from .timing import fresh, guarded, peak_gib, timed
 
+OVER_LIGER = 6.0  # times faster
 CHECKED = 512  # tokens whose errors are measured
 BLOCK = 128  # tokens of the float64 reference at once
 COLUMNS = (
@@ -87,7 +88,20 @@ def logp_section(sizes: Sizes, ceilings: Ceilings, watch: Callable[[str], None])
             section.rows.append(Row(name, error=str(error)))
             continue
         add(name, peer.run, peer.scoring)
+    if sizes.device != "cpu":
+        _set_targets(section)
     return section
+
+
+def _set_targets(section: Section) -> None:
+    mine, torch_, liger = "rpg linear_logp", "torch, float32 logits", "Liger GRPO loss"
+    found = section.value(mine, "ms"), section.value(mine, "peak GiB")
+    targets = (
+        Target("≤ 1× torch's time", ratio(found[0], section.value(torch_, "ms")), most=1.0),
+        Target(f"≥ {OVER_LIGER:.0f}× Liger", ratio(section.value(liger, "ms"), found[0]), least=OVER_LIGER),
+        Target("≤ 1× Liger's memory", ratio(found[1], section.value(liger, "peak GiB")), most=1.0),
+    )
+    section.rows[:] = [replace(row, targets=targets) if row.name == mine else row for row in section.rows]
 
 
 def _about(sizes: Sizes) -> str:

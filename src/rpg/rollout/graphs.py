@@ -32,6 +32,7 @@ READ_TOKENS = 32768  # prompt tokens in one pass
 FIRST_ROWS = 128  # first tokens drawn at once
 ROOM = 64  # capacities are multiples of this, so that a slightly longer prompt needs no new graphs
 END_ROOM = 16
+MOST_GRAPHS = 64
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,12 @@ class Slots:
 class GraphDecoder:
     """Generates with up to ``slots`` rows. ``capture`` False: the same steps without graphs, on any device."""
 
-    def __init__(self, model: Any, linear: bool, slots: int, capture: bool):
-        self.model, self.linear, self.slots, self.capture = model, linear, slots, capture
+    def __init__(self, model: Any, linear: bool, slots: int, capture: bool, warn: Callable[[str], None]):
+        self.model, self.linear, self.slots, self.capture, self.warn = model, linear, slots, capture, warn
         self.buffers: Slots | None = None
         self.graphs: dict[tuple[int, float, float, int], torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
         self.timing: Timing | None = None
-        self.why_not: str | None = None  # why steps cannot be captured
         self._weights: list[int] = []
 
     def release(self) -> None:
@@ -153,7 +153,7 @@ class GraphDecoder:
             self.graphs[key].replay()
             return
         self._decode(rows, how)  # the first step of its kind is an ordinary one, which also warms up what is captured
-        if self.capture and self.why_not is None:
+        if self.capture:
             self._record(key, how)
 
     def _record(self, key: tuple[int, float, float, int], how: Sampling) -> None:
@@ -163,12 +163,17 @@ class GraphDecoder:
             with torch.cuda.graph(graph, pool=pool):
                 self._decode(key[0], how)
         except torch.OutOfMemoryError:
+            _leave(stream, pool)
             raise
         except Exception as error:  # an architecture that asks the host on the way
-            self.why_not = next(iter(str(error).splitlines()), type(error).__name__)
             _leave(stream, pool)
+            self.capture = False
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self.warn(f"decoding without CUDA graphs, which is slow: {reason}")
             return
         self.pool = pool
+        if len(self.graphs) >= MOST_GRAPHS:  # of temperatures, say, that change from call to call
+            self.graphs.pop(next(iter(self.graphs)))
         self.graphs[key] = graph
 
     def _decode(self, rows: int, how: Sampling) -> None:
@@ -379,12 +384,14 @@ class GraphBatch:
 
 
 def _leave(stream: torch.cuda.Stream, pool: Any) -> None:
-    """After a capture that failed. torch stays on its stream, and before 2.12 its allocator goes on as if in it."""
+    """After a capture that failed: torch stays on its stream, its generator (and allocator, before 2.12) within it."""
     torch.cuda.set_stream(stream)
     with contextlib.suppress(RuntimeError):  # it is out of it
         torch._C._cuda_endAllocateToPool(stream.device_index, pool)
         torch._C._cuda_releasePool(stream.device_index, pool)
     torch.cuda.synchronize()
+    generator = torch.cuda.default_generators[stream.device_index]
+    generator.graphsafe_set_state(generator.clone_state())  # which it would refuse to draw from until a capture ends
 
 
 def buckets(rows: int) -> int:

@@ -45,7 +45,7 @@ class NativeEngine:
         if (on_gpu if graphs is None else graphs) and len(self.end_ids) <= END_ROOM:
             fuse(model)
             merge(model)
-            self.decoder = GraphDecoder(model, head_is_linear(model), slots, capture=on_gpu)
+            self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn)
         try:
             self._try_out()
         except ValueError as error:
@@ -54,8 +54,6 @@ class NativeEngine:
             self.decoder = None  # what its kernels do not know (more heads to a key, wider values) plain steps may
             self._try_out()
             warn(f"decoding step by step, which is slow: {str(error).partition(': ')[2]}")
-        if self.decoder is not None and self.decoder.why_not:
-            warn(f"decoding without CUDA graphs, which is slow: {self.decoder.why_not}")
 
     @property
     def timing(self) -> Timing | None:
