@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies from hidden states and the head."""
+"""Log-probabilities, entropies and exact KL from hidden states and the head, without the logits."""
 
-from .linear_logp import linear_logp
+from .linear_logp import head_logits, linear_logp, linear_logp_kl
 
-__all__ = ["linear_logp"]
+__all__ = ["head_logits", "linear_logp", "linear_logp_kl"]
