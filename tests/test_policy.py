@@ -9,7 +9,7 @@ import transformers
 
 import tiny
 from rpg import policy as policy_module
-from rpg.kernels import packed as packed_module
+from rpg.kernels import interface
 from rpg.models import BUILTIN
 from rpg.policy import Policy
 
@@ -248,7 +248,7 @@ def test_nothing_is_left_behind():
     with pytest.raises(IndexError):
         chosen.score(together()[0] + 10**6, *together()[1:], NUMBERS, recompute=True)
     assert chosen.model.config._attn_implementation == before
-    assert packed_module._packing.get(None) is None
+    assert interface._attend.get(None) is None
     assert not chosen.model.training
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .kernels import linear_logp
+from .kernels.interface import configs_of
 from .kernels.packed import Packing, pack, packed
 from .models import BUILTIN
 
@@ -39,9 +40,7 @@ class Policy:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.linear = head_is_linear(model)  # else the model's own logits are used
-        self._configs = list(
-            {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
-        )
+        self._configs = configs_of(model)
         self.apart = self.linear or self._head_comes_apart()
         self.padded_because = self._misfit() if self.apart else "its head cannot be called apart from its layers"
 

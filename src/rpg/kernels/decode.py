@@ -7,12 +7,12 @@ blocks (flash-decoding, https://pytorch.org/blog/flash-decoding) and a second ke
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 
 import torch
 from torch import Tensor
+
+from .interface import has_triton
 
 PROGRAMS = 264  # fewer than two for each processor of a large chip: split the rows
 HEADS = 16  # query heads of a key head, filled up to what the matrix units take
@@ -44,13 +44,6 @@ def decode_attention(
     if has_triton(query_AHD):
         return launch(*tensors, *indices, scaling, window)
     return reference(*tensors, *indices, scaling, window)
-
-
-def has_triton(x: Tensor) -> bool:
-    """Kernels run on x: it is on a GPU and Triton is there, or Triton interprets (TRITON_INTERPRET=1)."""
-    if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return False
-    return importlib.util.find_spec("triton") is not None
 
 
 def next_power_of_2(n: int) -> int:

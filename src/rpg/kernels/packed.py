@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ATTENTION = "rpg-packed"
+from .interface import attention_by
+
 FLASH_WIDTHS = range(8, 257, 8)  # of a head
 Places = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]  # see Packing: index, own, again
 
@@ -243,44 +243,18 @@ class _Take(torch.autograd.Function):
 
 # ---- in a transformers model -----------------------------------------------------------------------------------------
 
-_packing: ContextVar[tuple[Packing, list[int | None]]] = ContextVar("packing")
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """The attention interface of transformers over the pack of the pass in progress, [1,H,N,D] -> [1,N,H,D]."""
-    for name in ("softcap", "s_aux"):
-        if rest.get(name) is not None:
-            raise NotImplementedError(f"its attention has the option {name!r}, which is not known here")
-    packing, windows = _packing.get()
-    windows.append(sliding_window)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(query, key, value, packing, scaling, sliding_window).unsqueeze(0), None
-
 
 @contextmanager
 def packed(configs: list[Any], packing: Packing) -> Iterator[list[int | None]]:
     """Within, attention layers with these configs attend over a pack. Gives the window of each layer that did."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, packed_attention)
-    before = [config._attn_implementation for config in configs]
     windows: list[int | None] = []
-    token = _packing.set((packing, windows))
-    try:
-        for config in configs:
-            config._attn_implementation = ATTENTION
+
+    def over_the_pack(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        windows.append(window)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attend(query, key, value, packing, scale, window).unsqueeze(0)
+
+    with attention_by(configs, over_the_pack):
         yield windows
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
-        _packing.reset(token)

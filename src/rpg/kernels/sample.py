@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from .decode import has_triton, next_power_of_2
+from .decode import next_power_of_2
+from .interface import has_triton
 
 PIECE = 64
 ROOM = 8192  # tokens collected for the search

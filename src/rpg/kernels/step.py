@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .interface import has_triton
+
 PROMPT, PROMPT_LENGTH, SLOT, LENGTH, TOKEN = range(5)
 DEAD = -2
 BLOCK = 128
@@ -22,7 +24,7 @@ def begin_step(state_5A: Tensor, uniform_SR: Tensor) -> tuple[Tensor, Tensor, Te
     rows = state_5A.shape[1]
     ids_A1 = torch.empty(rows, 1, dtype=torch.long, device=state_5A.device)
     position_A1, uniform_A = torch.empty_like(ids_A1), uniform_SR.new_empty(rows)
-    if state_5A.is_cuda or _interpreting():
+    if has_triton(state_5A):
         grid = (-(-rows // BLOCK),)
         _kernels()[0][grid](
             state_5A, state_5A.stride(0), uniform_SR, uniform_SR.stride(0), ids_A1, position_A1, uniform_A, rows, BLOCK
@@ -50,7 +52,7 @@ def end_step(
 ) -> None:
     """Write down what was drawn, in place. A row that drew an end token or has reached the limit dies."""
     rows = state_5A.shape[1]
-    if state_5A.is_cuda or _interpreting():
+    if has_triton(state_5A):
         grid = (-(-rows // BLOCK),)
         _kernels()[1][grid](
             token_A, logp_A, state_5A, state_5A.stride(0), tokens_SR, logp_SR, tokens_SR.stride(0), count_S, ended_S,
@@ -65,12 +67,6 @@ def end_step(
     count_S[slot[over]], ended_S[slot[over]] = (new[over] + 1).to(count_S.dtype), ended[over].to(ended_S.dtype)
     state_5A[LENGTH, row] = torch.where(over, DEAD, new).to(state_5A.dtype)
     state_5A[TOKEN, row] = token.to(state_5A.dtype)
-
-
-def _interpreting() -> bool:
-    import os
-
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 _made: list[Any] = []

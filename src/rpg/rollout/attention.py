@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-ATTENTION = "rpg-slots"
+from ..kernels.interface import attention_by, configs_of
 
 
 class Cache(Protocol):
@@ -23,47 +23,16 @@ class Cache(Protocol):
     def get_seq_length(self, layer_idx: int = 0) -> int: ...
 
 
-_attending: list[Cache] = []  # the cache of the generation in progress
-
-
-def slot_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls for every layer."""
-    for name in ("softcap", "s_aux"):
-        if rest.get(name) is not None:
-            raise NotImplementedError(f"its attention has the option {name!r}, which is not known here")
-    return _attending[-1].attend(module.layer_idx, query, key, value, scaling, sliding_window), None
-
-
 @contextmanager
 def attending(model: Any, cache: Cache) -> Iterator[None]:
     """Within, the model's attention layers read ``cache``."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, slot_attention)
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values()
-    before = [config._attn_implementation for config in configs]
     training = model.training
-    _attending.append(cache)
     try:
-        for config in configs:
-            config._attn_implementation = ATTENTION
         model.eval()
-        yield
+        with attention_by(configs_of(model), cache.attend):
+            yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
         model.train(training)
-        _attending.pop()
 
 
 def logits_after(model: Any, cache: Cache, ids: Tensor, position: Tensor, row: Tensor, last: Tensor) -> Tensor:
