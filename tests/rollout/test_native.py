@@ -296,6 +296,18 @@ def test_buffers_serve_every_call_that_fits(llama):
     assert run.timing.steps == 4
 
 
+def test_room_for_prompts_that_are_expected(llama):
+    if not engine.graphs:
+        pytest.skip("there is none")
+    run = engine(llama, 16)
+    run.expect(100)
+    run.generate([[3]], n=2, max_new_tokens=5, seed=5)
+    held = run.decoder.buffers
+    assert held.prompt_room == 128
+    run.generate([[3] * 50], n=2, max_new_tokens=5, seed=5)
+    assert run.decoder.buffers is held
+
+
 def test_prompts_of_a_group_are_read_once(llama, monkeypatch):
     """And kept once, however many samples follow and however few slots there are."""
     if not engine.graphs:

@@ -121,6 +121,7 @@ class GraphDecoder:
 
     def __init__(self, model: Any, linear: bool, slots: int, capture: bool, warn: Callable[[str], None]):
         self.model, self.linear, self.slots, self.capture, self.warn = model, linear, slots, capture, warn
+        self.longest_prompt = 0  # that is to be expected: room for less would have to grow, and graphs be captured anew
         self.buffers: Slots | None = None
         self.graphs: dict[tuple[int, float, float, int], torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
@@ -236,7 +237,8 @@ class GraphBatch:
         device, total = decoder.model.device, len(prompts) * n
         slots = min(decoder.slots, buckets(total))
         rows = min(len(prompts), 2 * -(-slots // n) + 8, slots)
-        self.buffers = decoder.prepare(slots, rows, max(map(len, prompts)), how.max_new_tokens)
+        longest = max(decoder.longest_prompt, *map(len, prompts))
+        self.buffers = decoder.prepare(slots, rows, longest, how.max_new_tokens)
         b = self.buffers
         b.state_5S.fill_(DEAD)
         b.limit_1.fill_(how.max_new_tokens)

@@ -60,6 +60,11 @@ class NativeEngine:
         """Of the last generate, where it is measured."""
         return None if self.decoder is None else self.decoder.timing
 
+    def expect(self, longest_prompt: int) -> None:
+        """Prompts of up to so many tokens will come: make room for them at once."""
+        if self.decoder is not None:
+            self.decoder.longest_prompt = longest_prompt
+
     def release(self) -> None:
         """Give back what is held between two calls: caches and graphs. The next call makes them anew."""
         if self.decoder is not None:

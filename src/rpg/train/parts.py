@@ -29,8 +29,8 @@ def make_scorer(config: Config, task: Task) -> Scorer:
     return scorer
 
 
-def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> None:
-    """Prompts and responses have to fit into the model."""
+def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> int:
+    """Prompts and responses have to fit into the model. Gives the length of the longest prompt."""
     longest, unknown = 0, policy.unknown_ids
     for problem in problems:
         ids = encode_prompt(policy, problem, config)
@@ -44,6 +44,7 @@ def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> No
         raise ValueError(
             f"a prompt of {longest} tokens and rollout.max_new_tokens={new} do not fit into the {context} of the model"
         )
+    return longest
 
 
 MISMATCH: dict[str, Mismatch] = {"tis": TIS(), "icepop": IcePop(), "mis": MIS(), "sequence-mask": SequenceMask()}
@@ -131,8 +132,8 @@ def held_out(task: Task, config: Config) -> list[Problem]:
     return problems
 
 
-def check_train(policy: Policy, task: Task, config: Config) -> None:
-    """The problems to train on, where they can all be looked at."""
+def check_train(policy: Policy, task: Task, config: Config) -> int:
+    """The problems to train on, where they can all be looked at; as check_fit."""
     if not len(task.train):
         raise ValueError(f"task {config.task.name!r} has no problems to train on")
-    check_fit(policy, task.train[:64] if len(task.train) >= ENDLESS else task.train, config)
+    return check_fit(policy, task.train[:64] if len(task.train) >= ENDLESS else task.train, config)
