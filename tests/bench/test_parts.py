@@ -188,6 +188,11 @@ def test_command(tmp_path, capsys):
         (["--device", "cpu", "--quick"], "--quick goes with a part"),
         (["logp", "--device", "cpu", "--alone"], "--alone goes with the built-in step: without a part, with"),
         (["logp", "--device", "cpu", "--vocab", "0"], "--vocab must be at least 1; got 0"),
+        (
+            ["rollout", "--device", "cpu", "--model", "0.6b"],
+            "no model '0.6b': neither a shape (tiny, 17m, 0.5b, 1.5b, 4b)",
+        ),
+        (["rollout", "--device", "cpu", "--model", "/nowhere/x"], "no model '/nowhere/x'"),
         (["logp", "--markdown", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
     ],
 )

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 import tiny
-from kernels import fused_checks
+from kernels import fused_checks, fused_odd_checks
 from kernels.interpreted import interpreted
 from rpg.kernels import fused
 from rpg.kernels.fused import fuse
 
-CHECKS = [name for name in vars(fused_checks) if name.startswith("check_")]
-run = functools.cache(lambda: interpreted("fused_checks"))
+CHECKS = [(m.__name__, name) for m in (fused_checks, fused_odd_checks) for name in vars(m) if name.startswith("check_")]
+run = functools.cache(interpreted)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_kernels(name):
-    assert run()[name] == ""
+@pytest.mark.parametrize(("module", "name"), CHECKS)
+def test_kernels(module, name):
+    assert run(module.removeprefix("kernels."))[name] == ""
 
 
 def test_cpu():

@@ -61,7 +61,11 @@ def run_bench(args: argparse.Namespace) -> int:
             if args.alone or args.max_new_tokens is not None:
                 name = "alone" if args.alone else "max-new-tokens"
                 raise ValueError(f"--{name} goes with the built-in step: without a part, with --device cpu")
+            from .shapes import check_model
+
             sizes = _sizes(args, device)
+            for name in (sizes.model, sizes.small):
+                check_model(name)
             return _run_parts(args, PARTS if args.part in (None, "all") else (args.part,), sizes)
         work = _work(args, device)
     except ValueError as error:

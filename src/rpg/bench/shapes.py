@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
                            "tie_word_embeddings": True}),
 }  # fmt: skip
+
+
+def check_model(name: str) -> None:
+    """A mistake in a name is known before anything is measured, and the hub asked once."""
+    if name in SHAPES or name == "builtin":
+        return
+    if (Path(name).expanduser() / "config.json").is_file():
+        return
+    if name.count("/") != 1 or Path(name).expanduser().exists():
+        known = ", ".join(SHAPES)
+        raise ValueError(f"no model {name!r}: neither a shape ({known}), builtin, a model's folder nor a hub id")
+    import transformers
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what fails is said once, not at each retry
+    try:
+        transformers.AutoConfig.from_pretrained(name)
+    except Exception as error:  # of transformers and the hub: each has its own kinds
+        raise ValueError(f"cannot load the model {name!r}: {' '.join(str(error).split())[:200]}") from error
 
 
 def make_model(name: str, sizes: Sizes, dtype: str | None = None, seed: int = 0, **changes: Any) -> Any:
