@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rpg.bench import command, rollout, suite, whole
+from rpg.bench import command, logp, rollout, suite, whole
 from rpg.bench.counts import Ceilings
 from rpg.bench.logp import logp_section
 from rpg.bench.rollout import rollout_section
@@ -62,6 +62,22 @@ def test_rollout_targets():
     rollout._set_targets(section, "own", "generate", "small")
     assert [[t.mark for t in row.targets] for row in section.rows] == [["✓", "✗"], [], ["?"]]
     assert section.rows[0].values == {"tokens/s": 100.0, "× floor": 6.0}
+
+
+def test_logp_targets():
+    values = {
+        "rpg linear_logp": {"ms": 10.0, "peak GiB": 2.0},
+        "torch, float32 logits": {"ms": 9.0},
+        "Liger GRPO loss": {"ms": 61.0, "peak GiB": 1.9},
+    }
+    section = Section("logp", "", logp.COLUMNS, rows=[Row(name, found) for name, found in values.items()])
+    logp._set_targets(section)
+    assert [[t.mark for t in row.targets] for row in section.rows] == [["✗", "✓", "✗"], [], []]
+    values["rpg linear_logp"] = {"ms": 9.0, "peak GiB": 1.9}
+    values["Liger GRPO loss"]["ms"] = 53.0
+    section.rows[:] = [Row(name, found) for name, found in values.items()]
+    logp._set_targets(section)
+    assert [t.mark for t in section.rows[0].targets] == ["✓", "✗", "✓"]
 
 
 def test_logp():

@@ -108,7 +108,7 @@ def test_what_the_kernels_cannot_do_is_decoded_step_by_step(llama, monkeypatch):
 
     monkeypatch.setattr("rpg.rollout.graphs.decode_attention", refuse)
     told = []
-    run = engine(llama, 5, warn=told.append)
+    run = engine(llama, 5, falls_back=True, warn=told.append)
     assert told == ["decoding step by step, which is slow: query heads must be 1 to 16"] * engine.graphs
     assert run.decoder is None
     found = run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
