@@ -12,6 +12,7 @@ from rpg import policy as policy_module
 from rpg.kernels import interface
 from rpg.models import BUILTIN
 from rpg.policy import Policy
+from rpg.rollout import NativeEngine
 
 CHAT = "{% for m in messages %}w9 {{ m['content'] }} w10{% endfor %}{% if add_generation_prompt %} w11{% endif %}"
 NOT_LINEAR = {"phi-bias", "granite-scale", "cohere-scale", "gemma2-final-cap"}
@@ -286,8 +287,79 @@ def test_prompts_with_and_without_a_chat_template():
         plain.encode("w5", chat=True)
 
 
-def test_decoding_leaves_out_special_tokens():
+SYSTEM = (
+    "{{ bos_token }} {% for m in messages %}{% if m['role'] == 'system' and m['content'] == 'w8' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ 'w7' if m['role'] == 'system' else 'w9' }} {{ m['content'] }} {% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}w12{% else %}w11{% endif %}"
+)
+
+
+def test_system_prompt_and_options_go_to_the_template():
+    tokenizer = tiny.tokenizer(SYSTEM)
+    tokenizer.bos_token = "w2"
+    chat = Policy(tiny.make(), tokenizer)
+    assert chat.encode("w5") == [2, 9, 5, 11]  # the template's first token, once
+    assert chat.encode("w5", system="w6") == [2, 7, 6, 9, 5, 11]
+    assert chat.encode("w5", system="", options={"enable_thinking": False}) == [2, 9, 5, 12]
+    with pytest.raises(ValueError, match=r"^[^\n]*System role not supported; leave task.system empty$"):
+        chat.encode("w5", system="w8")
+    for plain, how in ((Policy(tiny.make(), tiny.tokenizer()), {}), (chat, {"chat": False})):
+        with pytest.raises(ValueError, match=r"^a system prompt needs the model's chat template[^\n]*$"):
+            plain.encode("w5", system="w6", **how)
+    broken = Policy(tiny.make(), tiny.tokenizer("{{ messages[0]['content'] + 1 }}"))
+    with pytest.raises(ValueError, match=r"^the model's chat template fails: [^\n]*; give --task.chat false[^\n]*$"):
+        broken.encode("w5")
+    unclosed = Policy(tiny.make(), tiny.tokenizer("{% for m in messages %}"))
+    with pytest.raises(ValueError, match=r"^the model's chat template fails: [^\n]*$"):
+        unclosed.encode("w5")
+
+
+def test_a_first_token_is_written_once():
+    """By the template where there is one, else by the tokenizer."""
+    from tokenizers import processors
+
+    tokenizer = tiny.tokenizer(SYSTEM)
+    tokenizer.bos_token = "w2"
+    single = processors.TemplateProcessing(single="w2 $A", special_tokens=[("w2", 2)])
+    tokenizer.backend_tokenizer.post_processor = single
+    chosen = Policy(tiny.make(), tokenizer)
+    assert chosen.encode("w5", chat=False) == [2, 5]
+    assert chosen.encode("w5") == [2, 9, 5, 11]
+
+
+def test_decoding_leaves_out_end_and_padding_only():
     assert policy().decode([5, 6, 1, 0, 0]) == "w5 w6"
+    tokenizer = tiny.tokenizer()
+    tokenizer.bos_token = "w2"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["w30", "w31"]})  # <think>, </think>
+    model = tiny.make()
+    model.generation_config.eos_token_id = [1, 33]
+    chosen = Policy(model, tokenizer)
+    assert tokenizer.decode([30, 5], skip_special_tokens=True) == "w5"
+    assert chosen.decode([2, 30, 5, 31, 6, 33]) == "w30 w5 w31 w6"
+    assert chosen.end_ids("w20") == [1, 20, 33]
+    assert chosen.decode([5, 20, 1]) == "w5 w20"  # an end that was asked for is part of the text
+
+
+def test_end_tokens_are_the_tokenizers_the_models_and_those_asked_for():
+    model = tiny.make()
+    chosen = Policy(model, tiny.tokenizer())
+    assert chosen.end_ids() == [1]
+    model.generation_config.eos_token_id = [4, 3]
+    model.config.eos_token_id = 7
+    assert chosen.end_ids() == [1, 3, 4, 7]
+    assert chosen.end_ids("w9  w8") == [1, 3, 4, 7, 8, 9]
+    for text in ("nonsense", "w9 w5w6"):
+        with pytest.raises(ValueError, match=r"^rollout.end_tokens: '[^\n]*' is not one token of this model$"):
+            chosen.end_ids(text)
+    run = NativeEngine(model, chosen.tokenizer, end_ids=chosen.end_ids("w9"))
+    assert run.end_ids == [1, 3, 4, 7, 9]
+    chosen.tokenizer.eos_token = None
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    with pytest.raises(ValueError, match=r"^the model has no end token: name one with --rollout.end_tokens$"):
+        chosen.end_ids()
+    assert chosen.end_ids("w9") == [9]
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token():
@@ -325,7 +397,7 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, monkeypatch):
         Policy.load(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=one_line("no config.json")):
         Policy.load("./nowhere")
-    with pytest.raises(ValueError, match=one_line("cannot load the model")):
+    with pytest.raises(ValueError, match=one_line("not in the cache")):
         Policy.load("no-such-model-anywhere")
     for name, content in {
         "config.json": "{",

@@ -1,5 +1,8 @@
-"""Every preset has a recipe, and every recipe is one that can be run."""
+"""Every preset has a recipe, and every recipe is one that can be run; those of the paper are what the script makes."""
 
+import importlib.util
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,18 +11,42 @@ import rpg
 from rpg.tasks import load_task
 from rpg.train.config import Config
 from rpg.train.parts import resolve
+from rpg.train.plan import plan
+from rpg.train.plan_table import duration, verdicts
 from rpg.train.settings import build
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+BUILTIN = [path for path in RECIPES if path.parent.name == "builtin"]
+PAPER = [path for path in RECIPES if "paper" in path.parts]
+OTHERS = [path for path in RECIPES if path not in BUILTIN]
+METHODS = {
+    *(f"rpg-{divergence}" for divergence in ("fkl", "rkl", "ufkl", "urkl")),
+    *(f"rpg-reinforce-{divergence}" for divergence in ("fkl", "rkl", "ufkl", "urkl")),
+    *("grpo", "dapo", "reinforce++", "reinforce++-baseline"),
+}
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT / "recipes"))
+
+
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("make_recipes", ROOT / "scripts" / "make_recipes.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "make_recipes", module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- the built-in model ----------------------------------------------------------------------------------------------
 
 
 def test_every_preset_has_one():
-    names = {path.stem for path in (ROOT / "recipes" / "builtin").glob("*.yaml")}
-    assert names == {*rpg.algorithms(), "countdown"}
+    assert {path.stem for path in BUILTIN} == {*rpg.algorithms(), "countdown"}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", BUILTIN, ids=lambda path: path.stem)
 def test_it_is_what_its_name_says(path):
     config = build(Config, file=path)
     if path.stem != "countdown":
@@ -37,3 +64,98 @@ def test_it_is_what_its_name_says(path):
 def test_dr_grpo_divides_by_the_longest_response():
     config = build(Config, file=ROOT / "recipes" / "builtin" / "dr-grpo.yaml")
     assert resolve(config).loss.constant == config.rollout.max_new_tokens
+
+
+# ---- the paper and GSM8K ---------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_what_the_script_makes(monkeypatch):
+    made = script(monkeypatch).recipes()
+    assert {path.relative_to(ROOT) for path in OTHERS} == set(made)
+    for path, text in made.items():
+        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run scripts/make_recipes.py"
+
+
+def test_four_settings_of_twelve_methods():
+    folders = {path.parent.name for path in PAPER}
+    assert folders == {"qwen3-4b-2k", "qwen3-4b-4k", "qwen3-4b-8k", "qwen2.5-7b-instruct"}
+    for folder in folders:
+        assert {path.stem for path in PAPER if path.parent.name == folder} == METHODS
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=name_of)
+def test_it_can_be_planned(path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config, text = build(Config, file=path), path.read_text(encoding="utf-8")
+    assert config.algorithm == path.stem
+    assert f"rpg train --config recipes/{name_of(path)}" in text
+    assert rpg.algorithm(path.stem).formula in text
+    assert max(map(len, text.splitlines())) <= 120
+    found = plan(config, "h200")
+    assert not found.warnings
+    ok, line = next(verdicts(found))
+    assert ok == found.fits == ("Does not fit one H200" not in text)
+    assert ok or "--peft.method lora" in line
+
+
+@pytest.mark.parametrize("path", PAPER, ids=name_of)
+def test_the_papers_settings(path):
+    """Section 5 and appendix H."""
+    config, made = build(Config, file=path), resolve(build(Config, file=path))
+    rollout, optim = config.rollout, config.optim
+    seven = "7b" in path.parent.name
+    assert config.model == ("Qwen/Qwen2.5-7B-Instruct" if seven else "Qwen/Qwen3-4B")
+    length = 2048 if seven else {"2k": 2048, "4k": 4096, "8k": 8192}[path.parent.name[-2:]]
+    assert (rollout.max_new_tokens, rollout.prompts, rollout.samples, rollout.temperature) == (length, 512, 16, 1)
+    assert (optim.name, optim.lr, optim.weight_decay, optim.max_grad_norm) == ("adamw", 1e-6, 0.1, 1)
+    assert rollout.prompts // optim.minibatches == 32
+    assert (config.steps, optim.warmup // optim.minibatches, optim.schedule) == (400, 10, "constant")
+    assert (config.task.name, config.task.test, config.eval.k) == ("dapo-math-17k-en", "aime24, aime25, amc23", 32)
+    assert (made.loss.clip.low, made.loss.clip.high) == ((0.2, 0.2) if path.stem == "grpo" else (0.2, 0.28))
+    assert made.loss.beta == (0 if path.stem == "dapo" else 1e-4)
+    assert made.loss.reduction == "token-mean"
+    assert rollout.dynamic == rollout.overlong == (path.stem != "grpo")
+    if rollout.overlong:
+        assert rollout.overlong_tokens == length // 4
+    found = plan(config, "h200")
+    assert found.rule == ("frozen" if path.stem == "grpo" else "old")
+
+
+def test_published_numbers():
+    """Some read off the paper's pages once more, and that what has no row says so."""
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in PAPER}
+    for name, text in {
+        "qwen3-4b-8k/rpg-reinforce-urkl": "Table 3, row RPG-REINFORCE-URKL, Last / Best: AIME24 0.5708 / 0.5781, "
+        "AIME25 0.5073 / 0.5208, AMC23 0.9398 / 0.9469",
+        "qwen3-4b-4k/reinforce++-baseline": "Table 5, row REINFORCE++-Baseline, Last / Best: AIME24 0.3854 / 0.4302",
+        "qwen3-4b-2k/rpg-reinforce-ufkl": "Table 6, row RPG-REINFORCE-UFKL, Last / Best: AIME24 0.3396 / 0.3625, "
+        "AIME25 0.2927 / 0.3083",
+        "qwen2.5-7b-instruct/rpg-fkl": "Table 8, row RPG-FKL, Last / Best: AMC23 0.8695 / 0.8836",
+        "qwen3-4b-2k/reinforce++": "Table 6 has no row REINFORCE++: there is no published number",
+        "qwen3-4b-8k/rpg-rkl": "Table 3 has no row RPG-RKL",
+    }.items():
+        assert text in texts[f"paper/{name}.yaml"]
+    for text in texts.values():
+        numbers = [float(n) for n in re.findall(r"\b0\.\d{4}\b", text)]
+        assert numbers or "there is no published number to compare with" in text
+        assert not (numbers and "there is no published number" in text)
+
+
+def test_the_tables_of_the_guide(monkeypatch):
+    """docs/recipes.md: published scores as the script has them, costs as the plans say."""
+    guide, made = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), script(monkeypatch)
+    for method in METHODS:
+        cells = []
+        for setting in made.SETTINGS:
+            row = dict(zip(setting.tests, setting.rows.get(method, ())[::2], strict=False))
+            last = [f"{row[test]:.4f}".lstrip("0") for test in ("AIME24", "AIME25", "AMC23") if test in row]
+            cells.append(" · ".join(last) or "no row")
+        assert f"| `{method}` | {' | '.join(cells)} |" in guide
+    for folder in ("qwen3-4b-2k", "qwen3-4b-4k", "qwen3-4b-8k"):
+        for method in ("rpg-reinforce-urkl", "grpo"):
+            found = plan(build(Config, file=ROOT / "recipes" / "paper" / folder / f"{method}.yaml"), "h200")
+            seconds = found.middle.seconds
+            runs = [duration(case.run).removesuffix(" days") for case in (found.low, found.middle, found.high)]
+            row = [f"✓ {found.memory.total / 1e9:.0f} GB", f"{found.slots}", duration(seconds.rollout)]
+            row += [duration(seconds.train + seconds.logp), f"{' – '.join(runs)} days"]
+            assert f"| `{folder}/{method}` | {' | '.join(row)} |" in guide

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .bench.command import add_bench
 from .report.command import add_report
+from .tasks.command import add_tasks
 from .train.command import add_eval, add_train
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="rpg", description="KL-regularised policy gradients for language models.")
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for add in (add_train, add_eval, add_report, add_audit, add_algorithms, add_bench):
+    for add in (add_train, add_eval, add_tasks, add_report, add_audit, add_algorithms, add_bench):
         add(commands)
     return parser
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from .kernels import linear_logp
 from .kernels.interface import configs_of
 from .kernels.packed import Packing, pack, packed
-from .models import BUILTIN
+from .models import BUILTIN, adapters
+from .models.loading import complete, first_line, load
+
+if TYPE_CHECKING:
+    from .train.config import PeftConfig
 
 CHUNK_ELEMENTS = 2**25  # logits held at once where the head is not linear
 
@@ -37,8 +40,9 @@ class Policy:
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0):
         self.model, self.tokenizer, self.temperature = model, tokenizer, temperature
         self.model.eval()  # dropout would make a policy differ from itself
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        complete(tokenizer, model)
+        self.adapted = adapters.adapted(model)  # only an adapter is trained
+        self.fresh = False  # with that adapter off it is the model that it began as
         self.linear = head_is_linear(model)  # else the model's own logits are used
         self._configs = configs_of(model)
         self.apart = self.linear or self._head_comes_apart()
@@ -57,22 +61,27 @@ class Policy:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         temperature: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+        peft: PeftConfig | None = None,
     ) -> Policy:
-        """``builtin``, a Hugging Face folder, or a hub id. Errors are one line."""
-        import transformers
+        """``builtin``, a Hugging Face folder or hub id, a .gguf file, an adapter's folder: see models/loading.py.
 
-        transformers.utils.logging.disable_progress_bar()
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what fails is said once, not at each retry
-        where = str(BUILTIN) if name == "builtin" else str(Path(name).expanduser()) if name.startswith("~") else name
-        looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(where).exists()
-        if looks_local and not (Path(where) / "config.json").is_file():
-            raise ValueError(f"{name} is no model folder: there is no config.json in it")
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(where)
-            model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
-        except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds
-            raise ValueError(f"cannot load the model {name!r}: {_first_line(error)}") from error
-        return cls(model.to(device), tokenizer, temperature)
+        With a method in ``peft`` an adapter is put into the model and trained alone. Where the name is an adapter's, it
+        is that one which is trained.
+        """
+        model, tokenizer = load(name, dtype=dtype, device=device, options=options)
+        method, settings = (None, {}) if peft is None else (peft.method, peft.options)
+        if settings and method is None and not adapters.adapted(model):
+            raise ValueError("peft.options without a method: give --peft.method lora")
+        fresh = False
+        if adapters.adapted(model):
+            adapters.check_same(model, method, settings)
+        elif method is not None:
+            model = adapters.attach(model, method, settings, _lasting(name))
+            fresh = adapters.began_as_nothing(model)
+        policy = cls(model, tokenizer, temperature)
+        policy.fresh = fresh
+        return policy
 
     @property
     def device(self) -> torch.device:
@@ -94,17 +103,58 @@ class Policy:
         """Those that are trained, by name."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
-    def encode(self, prompt: str, chat: bool | None = None) -> list[int]:
-        """Token ids of a prompt; in the chat template if there is one and chat is not False."""
-        if chat or (chat is None and getattr(self.tokenizer, "chat_template", None)):
-            message = [{"role": "user", "content": prompt}]
-            ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
+    def encode(
+        self,
+        prompt: str,
+        chat: bool | None = None,
+        system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a prompt; in the chat template if there is one and chat is not False.
+
+        ``system`` is the system prompt, ``options`` go to the template: enable_thinking=False, say.
+        """
+        has = getattr(self.tokenizer, "chat_template", None) is not None
+        if chat is False or (chat is None and not has):
+            if system:
+                raise ValueError("a system prompt needs the model's chat template: leave task.system empty")
+            return list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        if not has:
+            raise ValueError("the model has no chat template: give --task.chat false, or a model made for chat")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        try:  # the template writes the first token itself, where there is one: none is added
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, **(options or {})
+            )
+        except Exception as error:  # whatever a template raises
+            fix = "leave task.system empty" if system else "give --task.chat false, or check task.chat_options"
+            raise ValueError(f"the model's chat template fails: {first_line(error)}; {fix}") from error
         return list(ids)
 
+    def end_ids(self, extra: str | None = None) -> list[int]:
+        """Tokens that end a response: the tokenizer's, those of the model's configs, and ``extra``, texts of one token
+        each with spaces between."""
+        model = self.model
+        ends = [self.tokenizer.eos_token_id]
+        ends += [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
+        found = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+        for text in (extra or "").split():
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) != 1 or self.tokenizer.decode(ids).strip() != text:
+                raise ValueError(f"rollout.end_tokens: {text!r} is not one token of this model")
+            found += ids
+        if not found:
+            raise ValueError("the model has no end token: name one with --rollout.end_tokens")
+        return sorted(set(found))
+
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        """The text, special tokens such as <think> included; not the model's own end, beginning and padding tokens."""
+        return str(self.tokenizer.decode([t for t in tokens if t not in self._unread], skip_special_tokens=False))
+
+    @cached_property
+    def _unread(self) -> set[int | None]:
+        return {*self.end_ids(), self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
 
     def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
         """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
@@ -242,7 +292,7 @@ class Policy:
             with packed(self._configs, packing) as windows:
                 out = base(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
         except Exception as error:  # whatever a forward pass raises that was made for other inputs
-            return _first_line(error)
+            return first_line(error)
         kinds = getattr(config, "layer_types", None) or []
         narrow = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None) is not None)
         layers = getattr(config, "num_hidden_layers", len(windows))
@@ -259,8 +309,11 @@ class Policy:
         return weight
 
     def save(self, folder: Path) -> None:
-        """A plain Hugging Face folder."""
-        self.model.save_pretrained(folder)
+        """A plain Hugging Face folder; of an adapter, one as PEFT writes it."""
+        if self.adapted:
+            adapters.save(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -293,6 +346,8 @@ def head_is_linear(model: Any) -> bool:
     A bias and a cap are asked for too: one may be zero, the other do nothing to small logits, until they are trained.
     """
     head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if next(head.children(), None) is not None:  # an adapter, perhaps, that adds nothing until it is trained
+        return False
     if getattr(head, "bias", None) is not None or getattr(config, "final_logit_softcapping", None) is not None:
         return False
     ids = torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
@@ -305,5 +360,7 @@ def head_is_linear(model: Any) -> bool:
     return full.shape == by_hand.shape and bool((full - by_hand).abs().max() <= near)
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _lasting(name: str) -> str:
+    """A model's name, such that it is found from any folder."""
+    path = BUILTIN if name == "builtin" else Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg.tasks.files import load_file, split
+from rpg.tasks.files import load_file, problems_of, split
 from rpg.tasks.task import Problem
 
 
@@ -26,7 +26,11 @@ def write(tmp_path):
     [
         ({"prompt": "p", "answer": "a"}, "p", "a"),
         ({"question": "p", "answer": "48/2 = 24\n#### 24"}, "p", "24"),
-        ({"problem": "p", "solution": "\\boxed{3}"}, "p", "\\boxed{3}"),
+        ({"problem": "p", "solution": "\\boxed{3}"}, "p", "3"),
+        ({"problem": "p", "solution": "So \\boxed{1}, no: \\boxed{\\frac{1}{\\}2}}."}, "p", "\\frac{1}{\\}2}"),
+        ({"problem": "p", "solution": "is $\\boxed 2$."}, "p", "2"),
+        ({"problem": "p", "solution": "open \\boxed{1} then \\boxed{2"}, "p", "1"),
+        ({"prompt": "p", "final_answer": ["1", "$2$"], "solution": ["long"]}, "p", "1, $2$"),
         ({"problem": "p", "solution": "long", "answer": "3"}, "p", "3"),
         ({"prompt": "p", "ground_truth": "a"}, "p", "a"),
         ({"prompt": "p", "target": 98}, "p", "98"),
@@ -37,26 +41,73 @@ def write(tmp_path):
             "p",
             "a",
         ),
-        (
-            {
-                "prompt": [
-                    {"role": "system", "content": "s"},
-                    {"role": "user", "content": "first"},
-                    {"role": "assistant", "content": "x"},
-                    {"role": "user", "content": "last"},
-                    {"role": "assistant", "content": "y"},
-                ],
-                "answer": "a",
-            },
-            "last",
-            "a",
-        ),
     ],
 )
 def test_rows(write, row, prompt, answer):
     expected = [Problem(prompt, answer)]
     assert load_file(write(json.dumps(row) + "\n")) == expected
     assert load_file(write(json.dumps([row], indent=2), "data.json")) == expected
+
+
+def test_parquet(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "p"}]
+    rows = [
+        {"prompt": chat, "reward_model": {"ground_truth": "34", "style": "rule"}, "difficulty": 3.5},
+        {"prompt": chat[1:], "reward_model": {"ground_truth": "5", "style": "rule"}, "difficulty": None},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    assert load_file(tmp_path / "verl.parquet") == [Problem("p", "34", 3, system="be brief"), Problem("p", "5")]
+    pq.write_table(
+        pa.table({"question": ["p", "q"], "answer": [0, 7], "level": ["Level 5", "?"]}), tmp_path / "n.parquet"
+    )
+    assert load_file(tmp_path / "n.parquet") == [Problem("p", "0", 5), Problem("q", "7")]
+    pq.write_table(pa.table({"question": ["p"], "answer": [float("nan")]}), tmp_path / "nan.parquet")
+    refuse(tmp_path / "nan.parquet", "nan.parquet: row 1|answer|NaN")
+    pq.write_table(pa.table({"question": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    refuse(tmp_path / "empty.parquet", "empty.parquet is empty")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 this is none")
+    refuse(tmp_path / "bad.parquet", "cannot read|bad.parquet")
+
+
+@pytest.mark.parametrize(
+    ("written", "level"),
+    [
+        ("5.0", 5),
+        ("3.5", 3),
+        ('"Level 4"', 4),
+        ('"2"', 2),
+        ('"Level ?"', 0),
+        ("-1", 0),
+        ("null", 0),
+        ("true", 0),
+        ("1e9", 0),
+    ],
+)
+def test_levels(write, written, level):
+    assert load_file(write(f'{{"prompt": "p", "answer": "a", "difficulty": {written}}}'))[0].level == level
+
+
+def test_a_row_may_lack_an_answer_where_that_is_allowed():
+    rows = [
+        ("1", {"prompt": "p", "answer": None}),
+        ("2", {"prompt": "p", "answer": ""}),
+        ("3", {"prompt": "p", "answer": 0}),
+    ]
+    lacking = []
+    assert problems_of(rows, lacking=lacking) == [Problem("p", "0")]
+    assert lacking == ["1", "2"]
+    with pytest.raises(ValueError, match=r"no answer.*task\.answer_key"):  # the column itself is not there
+        problems_of([("1", {"prompt": "p"})], lacking=[])
+
+
+def test_keys_that_only_some_files_have(write):
+    path = write('{"prompt": "p", "answer": "a"}')
+    assert load_file(path, prompt_key="text", answer_key="gold", strict=False) == [Problem("p", "a")]
+    both = write('{"prompt": "p", "answer": "a", "gold": "g"}')
+    assert load_file(both, answer_key="gold", strict=False) == [Problem("p", "g")]
 
 
 def test_keys_of_your_own(write):
@@ -92,8 +143,8 @@ GOOD = '{"prompt": "p", "answer": "a"}\n'
         (GOOD + '["p", "a"]', "data.jsonl:2|object|list"),
         (GOOD + "7", "data.jsonl:2|object|number"),
         (GOOD + "null", "data.jsonl:2|object|null"),
-        (GOOD + '{"text": "p", "answer": "a"}', "data.jsonl:2|no prompt|question|'text', 'answer'"),
-        (GOOD + '{"prompt": "p", "label": "a"}', "data.jsonl:2|no answer|solution|'prompt', 'label'"),
+        (GOOD + '{"text": "p", "answer": "a"}', "data.jsonl:2|no prompt|question|'text', 'answer'|task.prompt_key"),
+        (GOOD + '{"prompt": "p", "label": "a"}', "data.jsonl:2|no answer|solution|'prompt', 'label'|task.answer_key"),
         (GOOD + "{}", "data.jsonl:2|none"),
         (GOOD + '{"prompt": "p", "answer": null}', "data.jsonl:2|no answer"),
         (GOOD + '{"prompt": "p", "answer": ["a"]}', "data.jsonl:2|answer|list"),
@@ -104,6 +155,12 @@ GOOD = '{"prompt": "p", "answer": "a"}\n'
         (GOOD + '{"prompt": [], "answer": "a"}', "data.jsonl:2|prompt|user"),
         (GOOD + '{"prompt": [{"role": "system", "content": "s"}], "answer": "a"}', "data.jsonl:2|prompt|user"),
         (GOOD + '{"prompt": [{"role": "user", "content": ["s"]}], "answer": "a"}', "data.jsonl:2|prompt|list"),
+        (GOOD + '{"prompt": "p", "solution": "' + "long " * 50 + '"}', "data.jsonl:2|solution|boxed|task.answer_key"),
+        (
+            GOOD
+            + '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "a"}',
+            "data.jsonl:2|one message of the user|got user, assistant",
+        ),
         (GOOD + "[" * 100_000, "data.jsonl:2|malformed|nested"),
         (GOOD.encode() + b'{"prompt": "\xff", "answer": "a"}', "data.jsonl:2|UTF-8"),
         ("", "data.jsonl|empty"),
@@ -130,7 +187,7 @@ def test_mistakes_in_a_list(write, text, words):
 
 def test_mistakes_with_files(write, tmp_path):
     refuse(tmp_path / "nowhere.jsonl", "no such file|nowhere.jsonl")
-    refuse(write("a,b", "data.csv"), "data.csv|.jsonl|.json")
+    refuse(write("a,b", "data.csv"), "data.csv|.jsonl|.json|.parquet")
     (tmp_path / "folder.json").mkdir()
     refuse(tmp_path / "folder.json", "folder.json|directory")
     refuse(write(GOOD), "data.jsonl:1|no 'text'|'prompt', 'answer'", prompt_key="text")

@@ -419,7 +419,7 @@ def test_a_killed_parent_whose_fork_lives_on(rewards, folder):
     program = start_program(rewards, folder, body)
     wait_for(lambda: list(folder.glob("*.begun")))
     program.kill()
-    wait_for(lambda: not any(b"rpg.tasks.scoring" in line for _, line in alive(folder)), seconds=4)
+    wait_for(lambda: not any(b"rpg.tasks.worker" in line for _, line in alive(folder)), seconds=4)
     os.killpg(program.pid, signal.SIGKILL)  # the fork
     program.communicate()
 

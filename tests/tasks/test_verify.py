@@ -7,7 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rpg.tasks.verify import final_answer, number, verify
+from rpg.tasks.answers import final_answer
+from rpg.tasks.notation import number
+from rpg.tasks.verify import verdict, verify
 
 MEGABYTE = 1_000_000
 
@@ -33,6 +35,21 @@ MEGABYTE = 1_000_000
         ("the answer is: 7", "7"),
         ("answer 7", "7"),
         ("Answer:\n\n7\n", "7"),
+        ("The answer is 7. I hope it is correct.", "7"),
+        ("Final Answer: The final answer is $7$.", "$7$."),
+        ("**Final Answer**\n\n7", "7"),
+        ("\\boxed{8}\nAnswer: 7", "7"),
+        ("Answer: 7\n\\boxed{8}", "8"),
+        (r"\boxed{8}. So the answer is clear.", "8"),  # prose does not outrank a box
+        ("<answer> 7 </answer>", "7"),
+        ("<answer>the answer is 7</answer>", "7"),
+        (r"<answer>\boxed{7}</answer>", "7"),
+        ("<answer>7", None),
+        (r"<think>\boxed{1}</think> \boxed{7}", "7"),
+        (r"<think>\boxed{1}</think>", None),
+        (r"<think>\boxed{1}", None),
+        (r"\boxed{1}</think> and <answer>7</answer>", "7"),
+        ("答案：7", "7"),
         (r"The answer is \boxed{8}.", "8"),
         (r"\boxed{8} is the answer.", "8"),
         ("Answer: 7\nand more text", None),
@@ -56,8 +73,8 @@ EQUAL = r"""42|42 ; 42.0|42 ; 042|42 ; +5|5 ; -5|-5 ; −5|-5 ; .5|0.5 ; 5.|5 ; 
 1e3|1000 ; 1.5e-3|0.0015 ; 1E3|1000 ; $42$|42 ; \(42\)|42 ; \text{42}|42 ; \text{\textbf{42}}|42 ; **42**|42
 {42}|42 ; \left(1, 2\right)|(1,2) ; x + 1|x+1 ; \mathrm{A}|A ; yes|Yes ; 1 / 2|0.5 ; 42|\boxed{42}
 42|long story #### 42 ; two words|two  words ; 1e999999999|1e999999999"""
-DIFFERENT = r"""42|43 ; 50%|50 ; 1,23|123 ; 1 1/2|11/2 ; 1 2|12 ; --5|5 ; 1/0|1/0.0 ; 1/0|0 ; nan|0 ; inf|1e999
-0.333|1/3 ; x|y ; ab|a b ; 1e999999999|1e999999998 ; 1_000|1000 ; 0x10|16 ; ٤٢|42 ; 1/2/3|1/6 ; \frac{1}{}|1 ; 2+2|4
+DIFFERENT = r"""42|43 ; 1,23|123 ; 1 1/2|11/2 ; 1 2|12 ; 1/0|1/0.0 ; 1/0|0 ; nan|0 ; inf|1e999
+50%|5 ; 0.333|1/3 ; x|y ; 1e999999999|1e999999998 ; 1_000|1000 ; 0x10|16 ; ٤٢|42 ; \frac{1}{}|1
 __import__('os')|4 ; .|. ; |"""
 
 
@@ -77,6 +94,31 @@ def test_different(given, truth):
     assert not verify(f"\\boxed{{{truth}}}", given)
 
 
+@pytest.mark.parametrize(("given", "truth"), [("2+2", "4"), ("--5", "5"), ("1/2/3", "1/6"), ("2^{10}", "1024")])
+def test_arithmetic_is_not_left_to_the_reader(given, truth):
+    assert not verify(f"\\boxed{{{given}}}", truth)
+    assert verify(f"\\boxed{{{truth}}}", given)  # worked out further than the truth
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "reason"),
+    [
+        ("\\boxed{42}", "42", "same text"),
+        ("\\boxed{42.0}", "42", "same number"),
+        ("\\boxed{43}", "42", "another number"),
+        ("\\boxed{}", "42", "empty answer"),
+        ("42", "42", "no final answer"),
+        ("\\boxed{42}", " ", "the truth is empty"),
+        ("\\boxed{(1, 2)}", "(1,2)", "equal"),
+        ("\\boxed{(1, 3)}", "(1,2)", "different"),
+        ("\\boxed{" + "x" * 601 + "}", "x", "different, and longer than 600 characters"),
+        (None, "42", "not text"),
+    ],
+)
+def test_reasons(response, truth, reason):
+    assert verdict(response, truth).reason == reason
+
+
 def test_no_answer_is_wrong():
     assert not verify("42", "42")
     assert not verify("", "")
@@ -91,7 +133,7 @@ def test_numbers_are_exact(value, exponent):
     assert verify(f"\\boxed{{\\frac{{{top}}}{{{bottom}}}}}", f"{3 * top}/{3 * bottom}")
     assert not verify(f"\\boxed{{{top}/{bottom}}}", f"{top * 10**9 + bottom}/{bottom * 10**9}")
     assert number(f"{top}e{exponent}") == top * Fraction(10) ** exponent
-    assert number(f"{top:,}%") == Fraction(top, 100)
+    assert number(f"{top:,}.0") == top
 
 
 PIECES = [

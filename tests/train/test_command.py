@@ -140,6 +140,57 @@ def test_a_reward_of_ones_own(train: Command, home: Path) -> None:
         assert row["reward"] == (1.0 if right else -0.1 * (len(row["response"]) > 20))
 
 
+# ---- a plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan(command: Command, home: Path) -> None:
+    """Printed, and nothing else: no folder, no weights (there are none of this model here), no GPU."""
+    (home / "run.yaml").write_text("algorithm: grpo\nsteps: 7\nmodel: Qwen/Qwen2.5-0.5B\noutput: run\n")
+    before = sorted(path.name for path in home.iterdir())
+    job = command("train", "--config", "run.yaml", "--dry-run", "h200", "--loss.beta", "0.02", cwd=home)
+    assert (job.code, job.err) == (0, "")
+    assert "grpo · Qwen/Qwen2.5-0.5B · arithmetic · NVIDIA H200: a plan" in job.out
+    for text in ("β 0.02", "of which a copy is held", "494 M parameters", "7 steps", "✓ fits", "writes run:"):
+        assert text in job.out
+    job = command("train", "--dry-run", "--config", "run.yaml", "--task.name", "data.jsonl", cwd=home)
+    assert (job.code, job.err) == (0, "")
+    assert "data.jsonl, 6 rows" in job.out
+    assert "CPU" in job.out
+    assert "float32" in job.out
+    job = command("train", "--dry-run=rtx4090", "--model", "Qwen/Qwen3-4B", cwd=home)
+    assert job.code == 0  # a plan is a plan
+    assert "✗ does not fit" in job.out
+    assert sorted(path.name for path in home.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "texts"),
+    [
+        (["--dry-run", "h20"], ["unknown device of --dry-run 'h20'", "Did you mean 'h200'?"]),
+        (["--dry-run", "h200", "--model", "./none"], ["./none is no model folder"]),
+        (["--dry-run", "h200", "--model", "someone/unknown"], ["someone/unknown is not in the cache"]),
+        (["--dry-run", "h200", "--task.name", "none.jsonl"], ["no such file: none.jsonl"]),
+        (["--dry-run", "h200", "--task.name", "gsmk8"], ["unknown task 'gsmk8'", "gsm8k"]),
+        (["--dry-run", "h200", "--algorithm", "gppo"], ["unknown algorithm 'gppo'"]),
+        (["--dry-run", "h200", "--peft.method", "lorra"], ["peft.method: there is no 'lorra'; did you mean lora?"]),
+        (["--dry-run", "h200", "--loss.betta", "1"], ["betta"]),
+        (["--dry-run", "--device", "cuda:7x"], ["device 'cuda:7x'"]),
+    ],
+)
+def test_mistakes_of_a_plan(command: Command, home: Path, argv: list[str], texts: list[str]) -> None:
+    assert_one_line(command("train", *argv, cwd=home), 2, *texts)
+
+
+def test_a_plan_of_a_run_that_is_there(train: Command, command: Command, home: Path) -> None:
+    assert train(home / "run", "--steps", "1").code == 0
+    text = "run holds a run already"
+    assert text in command("train", "--dry-run", "--output", "run", cwd=home).out
+    job = command("train", "--dry-run", "--resume", "--output", "run", cwd=home)
+    assert job.code == 0
+    assert text not in job.out
+    assert "4 prompts × 4 responses of up to 24 tokens" in job.out  # the run's own settings
+
+
 # ---- rpg eval --------------------------------------------------------------------------------------------------------
 
 
@@ -239,8 +290,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "loss option of a wrong type": (["--loss.beta", "much"], ["beta", "much"]),
     "loss option out of range": (["--loss.beta", "-1"], ["beta", "-1"]),
     "missing model": (["--model", "./none"], ["./none is no model folder"]),
-    "no model": (["--model", "someone/unknown"], ["cannot load the model 'someone/unknown'"]),
-    "broken model": (["--model", "./broken"], ["cannot load the model './broken'"]),
+    "no model": (["--model", "someone/unknown"], ["someone/unknown is not in the cache", "give a local folder"]),
+    "broken model": (["--model", "./broken"], ["./broken has no tokenizer files"]),
     "bad device": (["--device", "cuda:7x"], ["device 'cuda:7x'"]),
     "absent device": (["--device", "xpu"], ["device 'xpu'"]),
     "task that raises": (["--task.name", "tasks.py:raises"], ["tasks.py:raises raised KeyError", "lost"]),
@@ -251,7 +302,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "reward file missing": (["--task.reward", "rewards.py:score"], ["no such file: rewards.py"]),
     "reward missing": (["--task.reward", "my_reward.py:scores"], ["no function 'scores'; did you mean 'score'?"]),
     "reward file broken": (["--task.reward", "syntax.py:score"], ["cannot import", "SyntaxError"]),
-    "template": (["--task.template", "no place"], ["task.template must have {prompt} in it"]),
+    "template": (["--task.template", "no place"], ["unknown template 'no place'", "a text with {prompt} in it"]),
     "minibatches": (["--optim.minibatches", "99"], ["optim.minibatches must be at most", "16"]),
     "overlong zone": (["--rollout.overlong", "true", "--rollout.overlong_tokens", "30"], ["overlong_tokens", "24"]),
     "nothing to resume": (["--resume"], ["nothing to resume", "config.yaml"]),

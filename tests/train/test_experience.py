@@ -18,13 +18,13 @@ from rpg.train.parts import warnings_about
 from rpg.train.update import Updater, prepared
 
 
-def group(scores, penalties=None):
-    penalties = penalties or [0.0] * len(scores)
+def group(scores, penalties=None, solved=None, parts=None, source=""):
+    penalties, solved = penalties or [0.0] * len(scores), solved or [score > 0.5 for score in scores]
     responses = [
-        Response(Rollout([5, 6], [-1.0, -2.0], True), "text", score, penalty)
-        for score, penalty in zip(scores, penalties, strict=True)
+        Response(Rollout([5, 6], [-1.0, -2.0], True), "text", score, penalties[i], solved[i], parts[i] if parts else {})
+        for i, score in enumerate(scores)
     ]
-    return Group(Problem("1+1", "2"), [3], responses)
+    return Group(Problem("1+1", "2", source=source), [3], responses)
 
 
 def test_a_penalty_on_length_alone_is_no_signal():
@@ -47,6 +47,28 @@ def test_metrics_and_samples_of_a_step():
     rows = found.samples(1, [-0.5, 0.5])
     assert [(row["reward"], row["advantage"], row["group"]) for row in rows] == [(0.0, -0.5, 0), (0.75, 0.5, 0)]
     assert found.samples(0, None) == []
+
+
+def test_solved_is_not_read_off_the_reward():
+    bonus = group([0.7, 1.5], solved=[False, True])
+    assert bonus.share_solved() == 0.5
+    found = Experience([bonus], [bonus], 1, {}, [], {})
+    assert found.metrics()["reward/solved"] == 0.5
+    assert [row["solved"] for row in found.samples(1, None)] == [False, True]
+    assert not any(key.startswith(("reward/part", "reward/solved/")) for key in found.metrics())
+
+
+def test_metrics_of_parts_and_of_sources():
+    one = group([0.5, 1.5], parts=[{"correct": 0.0, "format": 1.0}, {"correct": 1.0, "format": 1.0}], source="gsm8k")
+    two = group([0.0, 0.5], parts=[{"correct": 0.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}], source="math")
+    two = replace(two, responses=[replace(r, solved=False) for r in two.responses])
+    one = replace(one, responses=[replace(r, solved=r.parts["correct"] > 0) for r in one.responses])
+    metrics = Experience([one], [one, two], 1, {}, [], {}).metrics()
+    assert (metrics["reward/part/correct"], metrics["reward/part/format"]) == (0.25, 0.75)
+    assert (metrics["reward/solved/gsm8k"], metrics["reward/solved/math"]) == (0.5, 0.0)
+    assert metrics["reward/solved"] == 0.25
+    alone = Experience([one], [one, one], 1, {}, [], {}).metrics()
+    assert not any(key.startswith("reward/solved/") for key in alone)
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,7 @@ def test_bfloat16_resumes_bit_for_bit(tmp_path: Path, name: Any) -> None:
     assert same(weights, again)
     assert same(one.tensors("optimizer"), two.tensors("optimizer"))
     assert {key.rpartition("/")[2] for key in one.tensors("optimizer")} >= {"master"}
-    changing = ("seconds", "started", "config", "evals")
+    changing = ("seconds", "spent", "started", "config", "evals")
     assert {k: v for k, v in one.state.items() if k not in changing} == {
         k: v for k, v in two.state.items() if k not in changing
     }
@@ -341,3 +341,48 @@ def test_a_tracker_that_is_not_there_leaves_no_run_behind(tmp_path: Path, monkey
     with pytest.raises(Failed, match=r"log\.wandb needs"):
         train(tiny(tmp_path / "run", log=LogConfig(wandb="p", tensorboard=False, report=False, view="none")))
     assert train(tiny(tmp_path / "run", steps=1))["status"] == "finished"
+
+
+# ---- several held-out sets, a limit of time --------------------------------------------------------------------------
+
+
+def test_several_sets_each_have_their_scores_and_the_best_is_of_their_mean(tmp_path: Path) -> None:
+    task = replace(Config().task, test="arithmetic, countdown")
+    every = {"eval": EvalConfig(every=1, problems=6, k=2)}
+    summary = train(tiny(tmp_path, task=task, checkpoint=CheckpointConfig(every=1), **every))
+    assert list(summary["eval"]) == ["arithmetic", "countdown"]
+    for row in rows(tmp_path):
+        means = [row[f"eval/{name}/mean@2"] for name in summary["eval"]]
+        assert row["eval/mean"] == pytest.approx(sum(means) / 2)
+    for name, found in summary["eval"].items():
+        values = [row[f"eval/{name}/mean@2"] for row in rows(tmp_path)]
+        assert (found["first"], found["last"], found["best"]) == (values[0], values[-1], max(values))
+    longer = train(tiny(tmp_path, task=task, steps=3, checkpoint=CheckpointConfig(every=1), **every), resume=True)
+    assert longer["eval"]["countdown"]["first"] == summary["eval"]["countdown"]["first"]
+
+
+def test_minutes_end_a_run_with_an_evaluation_and_a_checkpoint(tmp_path: Path) -> None:
+    summary = train(tiny(tmp_path, steps=10**6, minutes=1e-6))
+    assert (summary["step"], summary["status"]) == (1, "finished")
+    assert "minutes are over" in summary["message"]
+    assert "eval/arithmetic/mean@2" in rows(tmp_path)[-1]
+    assert (tmp_path / "checkpoints" / "step-000001").is_dir()
+    again = train(tiny(tmp_path, steps=10**6, minutes=1e-6), resume=True)  # the time of before counts
+    assert again["step"] == 1
+    assert train(tiny(tmp_path, steps=2), resume=True)["step"] == 2
+
+
+def test_evaluations_do_not_count_as_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    import rpg.train.loop as loop
+
+    real = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: (time.sleep(1.5), real(*a, **k))[1])
+    summary = train(tiny(tmp_path, steps=3, minutes=1.4 / 60, eval=EvalConfig(every=1, problems=2, k=1)))
+    assert summary["step"] > 1
+
+
+def test_no_checkpoint_is_written_where_none_is_kept(tmp_path: Path) -> None:
+    assert train(tiny(tmp_path, checkpoint=CheckpointConfig(keep=0)))["step"] == 2
+    assert not (tmp_path / "checkpoints").exists()

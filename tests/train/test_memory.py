@@ -86,6 +86,44 @@ def test_experts_count_as_often_as_they_are_used():
     assert one == other
 
 
+def test_an_adapter_is_all_that_is_trained_and_copied():
+    from rpg.models.adapters import attach
+
+    model = attach(tiny.make("qwen2-grouped", dtype=torch.bfloat16), "lora", {"r": 4}, "tiny")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    assert 0 < trained < frozen
+    found = estimate(model, CONFIG, 1024, False, True, False)
+    assert found.weights == 2 * (frozen + trained)
+    assert (found.masters, found.moments, found.gradients) == (4 * trained, 8 * trained, 6 * trained)
+    for update, held in {"auto": 0, "frozen": 0, "every": 2 * trained, "kl": 2 * trained, "ema": 6 * trained}.items():
+        config = replace(CONFIG, reference=ReferenceConfig(update=update))
+        assert estimate(model, config, 1024, False, True, False).reference == held
+        assert estimate(model, config, 1024, False, False, False).reference == 0
+    whole = estimate(tiny.make("qwen2-grouped", dtype=torch.bfloat16), CONFIG, 1024, False, True, False)
+    assert whole.reference == whole.weights == 2 * frozen
+    assert (whole.cache, whole.activations) == (found.cache, found.activations)
+
+
+def test_what_a_copy_holds_is_what_was_estimated():
+    """Of an adapter, and of a whole model: the tensors that Reference keeps."""
+    from rpg.models.adapters import attach
+    from rpg.train.reference import Reference
+
+    for adapter in (True, False):
+        for update in ("frozen", "every", "ema"):
+            policy = Policy(tiny.make("qwen2-grouped", dtype=torch.bfloat16), tiny.tokenizer())
+            if adapter:
+                policy = Policy(attach(policy.model, "lora", {"r": 4}, "tiny"), tiny.tokenizer())
+                policy.fresh = True
+            how = ReferenceConfig(update=update)
+            kept = Reference(policy, update, how)
+            own = kept.adapter or {} if adapter else dict(kept.policy.model.named_parameters())
+            held = sum(x.nbytes for x in own.values()) + sum(x.nbytes for x in kept.averages.values())
+            found = estimate(policy.model, replace(CONFIG, reference=how), 1024, False, True, False)
+            assert found.reference == pytest.approx(held, rel=2e-3)  # buffers aside
+
+
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +249,22 @@ def test_slots_take_half_of_what_training_leaves():
         assert slots_for(model, open_config, fixed + room, False) == slots
     copy = estimate(model, CONFIG, 0, True, True, False).reference
     assert slots_for(model, open_config, fixed + 2 * 3 * each + copy - 1, True) == 2  # it takes its part
+
+
+def test_long_responses_leave_activations_what_they_need(half_billion):
+    """Half would be room for few: the cache takes what 8192 recomputed tokens do not need, up to 64 slots."""
+    rollout = RolloutConfig(max_prompt_tokens=512, max_new_tokens=32768 - 512)
+    config, each = Config(rollout=rollout), 32768 * 24 * 2 * 2 * 64 * 2
+    needed = estimate(half_billion, config, 8192, True, False, False)
+    fixed = needed.total - needed.cache - needed.activations
+    for slots, room in {20: 20 * each, 64: 100 * each}.items():
+        assert slots_for(half_billion, config, fixed + needed.activations + room, False) == slots
+    assert slots_for(half_billion, config, fixed + 2 * 130 * each, False) == 128  # half of it is many
+    available = fixed + needed.activations + 20 * each
+    chosen = replace(config, rollout=replace(rollout, slots=20))
+    tokens, recompute = choose(half_billion, chosen, available, False, False)
+    assert recompute
+    assert estimate(half_billion, chosen, tokens, recompute, False, False).total <= available
 
 
 def test_an_evaluation_holds_no_optimiser(half_billion):

@@ -7,9 +7,10 @@ import torch
 
 import rpg
 import tiny
+from rpg.models import adapters
 from rpg.policy import Policy
 from rpg.train.batch import make_batch, with_advantages
-from rpg.train.config import Config, OptimConfig, ReferenceConfig
+from rpg.train.config import Config, OptimConfig, PeftConfig, ReferenceConfig
 from rpg.train.optim import make_optimizer
 from rpg.train.reference import Reference, batch_logp, rule_of
 from rpg.train.update import Updater, prepared
@@ -215,3 +216,109 @@ def test_a_moving_average_of_half_precision_moves():
     assert same(weights(reference.policy), weights(other.policy))
     assert not Reference(policy, "every", ReferenceConfig()).averages
     assert not Reference(make_policy(), "ema", ReferenceConfig()).averages
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+RULES = ["every", "kl", "ema", "frozen"]
+
+
+def make_adapted(tmp_path, dtype=torch.float32, options=None):
+    if not (tmp_path / "base").exists():
+        make_policy().save(tmp_path / "base")
+    return Policy.load(str(tmp_path / "base"), dtype=dtype, peft=PeftConfig("lora", {"r": 4, **(options or {})}))
+
+
+def move_adapter(policy, seed):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, p in policy.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=g))
+
+
+def numbers(reference):
+    return sum(x.numel() for x in reference.tensors().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_is_the_model_without_its_adapter_to_the_bit(dtype, tmp_path):
+    policy = make_adapted(tmp_path, dtype)
+    base = Policy.load(str(tmp_path / "base"), dtype=dtype)
+    batch = make_batch(tiny.groups(base), 0, torch.device("cpu"))
+    reference, expected = Reference(policy, "frozen", ReferenceConfig()), batch_logp(base, batch, 100)
+    for step in range(3):
+        assert torch.equal(reference.logp(batch, 100), expected)
+        before = weights(policy)
+        assert torch.equal(reference.logp(batch, 100), expected)
+        assert same(before, weights(policy))
+        move_adapter(policy, step)
+        assert not torch.allclose(batch_logp(policy, batch, 100), expected, atol=0.1)
+        assert reference.after_step(step, policy, 1.0) is False
+    assert reference.policy is policy
+    assert reference.tensors() == {}
+    assert reference.state()["held"] is False
+    assert all(("lora_" in name) == p.requires_grad for name, p in policy.model.named_parameters())
+
+
+@pytest.mark.parametrize("rule", ["every", "kl", "ema"])
+def test_of_an_adapter_only_its_weights_are_held(rule, tmp_path):
+    policy, config = make_adapted(tmp_path), ReferenceConfig(every=2, kl=0.03, smoothing=0.5, decay=0.7)
+    whole, batch = copy.deepcopy(policy), make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    whole.adapted = False  # the same, by a copy of all
+    del vars(whole.model)[adapters.WRAPPER]
+    for p in whole.model.parameters():
+        p.requires_grad_(True)
+    references = Reference(policy, rule, config), Reference(whole, rule, config)
+    trained = sum(p.numel() for _, p in policy.parameters())
+    for step in range(1, 5):
+        move_adapter(policy, step)
+        with torch.no_grad():
+            for (_, p), (_, q) in zip(whole.model.named_parameters(), policy.model.named_parameters(), strict=True):
+                p.copy_(q)
+        assert references[0].after_step(step, policy, 0.04) == references[1].after_step(step, whole, 0.04)
+        found, expected = (reference.logp(batch, 100) for reference in references)
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert not torch.allclose(found, batch_logp(policy, batch, 100), atol=1e-3) or rule != "ema"
+    assert numbers(references[0]) == trained < numbers(references[1]) / 4
+    assert references[0].policy.model is policy.model
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_of_an_adapters_reference_comes_back(rule, tmp_path):
+    """The resumed process loads an adapter that is no longer nothing: what is off in it is the state's to say."""
+    policy = make_adapted(tmp_path, torch.bfloat16)
+    config = ReferenceConfig(every=2, kl=0.03, smoothing=0.5)
+    first = Reference(policy, rule, config)
+    for step in (1, 2, 3):
+        move_adapter(policy, step)
+        first.after_step(step, policy, 0.04)
+    policy.save(tmp_path / "adapter")
+    state, tensors = copy.deepcopy((first.state(), first.tensors()))
+    resumed = Policy.load(str(tmp_path / "adapter"), dtype=torch.bfloat16, peft=PeftConfig("lora", {"r": 4}))
+    again = Reference(resumed, rule, config)
+    again.load(state, tensors)
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    for step in (4, 5, 6):
+        assert torch.equal(again.logp(batch, 100), first.logp(batch, 100))
+        for one in (policy, resumed):
+            move_adapter(one, step)
+        assert again.after_step(step, resumed, 0.04) == first.after_step(step, policy, 0.04)
+    assert same(again.tensors(), first.tensors())
+    assert again.state() == first.state()
+
+
+def test_frozen_is_where_the_run_began(tmp_path):
+    """A run that goes on with an adapter is anchored at that adapter, not at the model below."""
+    policy = make_adapted(tmp_path)
+    move_adapter(policy, 1)
+    policy.save(tmp_path / "adapter")
+    later = Policy.load(str(tmp_path / "adapter"))
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    reference, expected = Reference(later, "frozen", ReferenceConfig()), batch_logp(later, batch, 100)
+    move_adapter(later, 2)
+    assert torch.equal(reference.logp(batch, 100), expected)
+    assert reference.state()["held"] is True
+    pissa = make_adapted(tmp_path, options={"init_lora_weights": "pissa"})
+    reference, expected = Reference(pissa, "frozen", ReferenceConfig()), batch_logp(pissa, batch, 100)
+    move_adapter(pissa, 2)
+    assert torch.equal(reference.logp(batch, 100), expected)

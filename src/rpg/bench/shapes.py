@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..models.known import KNOWN, rope
 from .sizes import Sizes
 
-QWEN = {"vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("LlamaConfig", {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -19,13 +19,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "17m": ("LlamaConfig", {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
                             "num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 32768,
                             "tie_word_embeddings": True}),
-    "0.5b": ("Qwen2Config", {**QWEN, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                             "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "1.5b": ("Qwen2Config", {**QWEN, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-                             "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "4b": ("Qwen3Config", {**QWEN, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-                           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-                           "tie_word_embeddings": True}),
+    "0.5b": KNOWN["Qwen/Qwen2.5-0.5B"],
+    "1.5b": KNOWN["Qwen/Qwen2.5-1.5B"],
+    "4b": KNOWN["Qwen/Qwen3-4B"],
 }  # fmt: skip
 
 
@@ -69,10 +65,8 @@ def make_model(name: str, sizes: Sizes, dtype: str | None = None, seed: int = 0,
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without special tokens; rope as transformers 5 wants it."""
-    theta = settings.pop("rope_theta", 10000.0)
-    rope = {"rope_type": "default", "rope_theta": theta}
-    return settings | {"rope_parameters": rope, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    """Without special tokens."""
+    return rope(settings) | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 @cache

@@ -63,3 +63,15 @@ class Engine(Protocol):
         ``progress`` is told how many responses are done.
         """
         ...
+
+    def expect(self, longest_prompt: int) -> None:
+        """Prompts of up to so many tokens will come: make room for them at once."""
+        ...
+
+    def sync(self) -> None:
+        """The policy's weights have changed: sample from the new ones from here on."""
+        ...
+
+    def release(self) -> None:
+        """Give back what memory is held between two calls."""
+        ...

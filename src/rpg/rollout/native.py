@@ -24,6 +24,7 @@ class NativeEngine:
     """``slots`` sequences are decoded at the same time. ``warn`` is told when memory allows fewer.
 
     On a GPU decoding steps are replayed CUDA graphs (graphs.py), elsewhere plain ones (eager.py); ``graphs`` overrides.
+    ``end_ids`` end a response (Policy.end_ids); None: the tokenizer's and the generation config's.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class NativeEngine:
         slots: int = 256,
         warn: Callable[[str], None] = lambda text: None,
         graphs: bool | None = None,
+        end_ids: Sequence[int] | None = None,
     ):
         self.model, self.slots, self.warn = model, slots, warn
-        ends = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
+        own = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
+        ends = own if end_ids is None else [list(end_ids)]
         flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
         if not flat:
             raise ValueError("the model has no end token: neither its tokenizer nor its generation config names one")
@@ -64,6 +67,9 @@ class NativeEngine:
         """Prompts of up to so many tokens will come: make room for them at once."""
         if self.decoder is not None:
             self.decoder.longest_prompt = longest_prompt
+
+    def sync(self) -> None:
+        """Nothing to do: the weights are the trainer's own."""
 
     def release(self) -> None:
         """Give back what is held between two calls: caches and graphs. The next call makes them anew."""

@@ -1,37 +1,70 @@
-"""Problems from .jsonl and .json files, with the key names that datasets of this field use."""
+"""Problems from .jsonl, .json and .parquet files, with the column names that datasets of this field use."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .importing import describe
 from .task import Problem
 
+SUFFIXES = (".jsonl", ".json", ".parquet")
 PROMPTS = ("prompt", "question", "problem")
-ANSWERS = ("answer", "solution", "ground_truth", "target", "reward_model.ground_truth")  # the last is verl's
+ANSWERS = (
+    "answer",
+    "final_answer",
+    "solution",
+    "ground_truth",
+    "target",
+    "reward_model.ground_truth",
+)  # the last: verl
+LEVELS = ("level", "difficulty")
+LONG = 200  # characters: a solution without a box that is longer is no answer but a text
+
+Rows = Iterable[tuple[str, Any]]  # (where it stands, row)
 
 
-def load_file(path: str | Path, *, prompt_key: str | None = None, answer_key: str | None = None) -> list[Problem]:
-    """One problem a row. A key with a dot in it goes into nested objects. GSM8K's ``… #### 42`` is cut to 42."""
-    path = Path(path)
+def load_file(
+    path: str | Path, *, prompt_key: str | None = None, answer_key: str | None = None, strict: bool = True
+) -> list[Problem]:
+    """One problem a row. A key with a dot in it goes into nested objects. GSM8K's ``… #### 42`` is cut to 42, and a
+    solution to what is in its last \\boxed{…}. Unless ``strict``, rows without the given keys may have the usual ones.
+    """
+    path = Path(path).expanduser()
+    problems = problems_of(rows_of(path), prompt_key=prompt_key, answer_key=answer_key, strict=strict)
+    if not problems:
+        raise ValueError(f"{path} is empty")
+    return problems
+
+
+def problems_of(
+    rows: Rows,
+    *,
+    prompt_key: str | None = None,
+    answer_key: str | None = None,
+    strict: bool = True,
+    lacking: list[str] | None = None,
+) -> list[Problem]:
+    """``lacking`` collects the rows whose answer is null or empty, which are left out; without it they are an error."""
+    prompts, answers = _candidates(prompt_key, PROMPTS, strict), _candidates(answer_key, ANSWERS, strict)
     problems = []
-    for where, row in _rows(path):
+    for where, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{where}: a row must be an object; got {_kind(row)}")
-        prompt = _prompt(where, _find(where, row, "prompt", prompt_key, PROMPTS))
-        answer = _text(where, "answer", _find(where, row, "answer", answer_key, ANSWERS))
-        answer = answer.rpartition("####")[2].strip()
+        prompt, system = _prompt(where, _find(where, row, "prompt", prompts)[1])
+        if lacking is not None and set(answers) & row.keys() and all(row.get(name) in (None, "") for name in answers):
+            lacking.append(where)
+            continue
+        answer = _answer(where, *_find(where, row, "answer", answers))
         for name, text in (("prompt", prompt), ("answer", answer)):
             if not text.strip():
                 raise ValueError(f"{where}: its {name} is empty")
-        level = row.get("level")
-        problems.append(Problem(prompt, answer, int(level) if isinstance(level, _Number) and level.isdecimal() else 0))
-    if not problems:
-        raise ValueError(f"{path} is empty")
+        problems.append(Problem(prompt, answer, _level(row), system=system))
     return problems
 
 
@@ -65,16 +98,19 @@ class _Number(str):
     """A number as the file writes it: 0.10 stays 0.10, and a long integer keeps its digits."""
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
     """(file:line, or file: row n of a list; row)"""
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"cannot read {path}: the name must end in .jsonl or .json")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"cannot read {path}: the name must end in .jsonl, .json or .parquet")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"no such file: {path}") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if path.suffix == ".parquet":
+        yield from _parquet(path, data)
+        return
     data = data.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
     if path.suffix == ".jsonl":
         for number, line in enumerate(data.split(b"\n"), 1):  # a str would be cut at U+2028 as well
@@ -85,6 +121,26 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         if not isinstance(rows, list):
             raise ValueError(f"{path} must hold a list of rows; got {_kind(rows)}")
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _parquet(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_batches()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {path}: {describe(error)}") from None
+    yield from arrow_rows(str(path), batches)
+
+
+def arrow_rows(name: str, batches: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The rows of pyarrow's record batches."""
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{name}: row {number}", row
 
 
 def _parse(data: bytes, where: str) -> Any:
@@ -104,36 +160,88 @@ def _parse(data: bytes, where: str) -> Any:
         raise ValueError(f"{where}: malformed JSON: {describe(error).removeprefix('ValueError: ')}") from None
 
 
-def _find(where: str, row: dict[str, Any], what: str, key: str | None, known: Sequence[str]) -> Any:
-    for name in (key,) if key is not None else known:
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+def _candidates(key: str | None, known: Sequence[str], strict: bool) -> Sequence[str]:
+    return known if key is None else (key,) if strict else (key, *known)
+
+
+def _find(where: str, row: dict[str, Any], what: str, names: Sequence[str]) -> tuple[str, Any]:
+    """(column, value) of the first that is there."""
+    for name in names:
         value = row.get(name)
         if value is None and "." in name:
             value = row
             for part in name.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            return value
-    wanted = repr(key) if key is not None else f"{what} ({', '.join(known)})"
+            return name, value
+    wanted = repr(names[0]) if len(names) == 1 else f"{what} ({', '.join(names)})"
     keys = ", ".join(repr(k)[:40] for k in list(row)[:20]) or "none"
-    raise ValueError(f"{where}: no {wanted}; its keys: {keys}")
+    raise ValueError(f"{where}: no {wanted}; its columns: {keys} (task.{what}_key names one)")
 
 
-def _prompt(where: str, value: Any) -> str:
-    """Text, or the last message of the user in a conversation."""
-    if isinstance(value, list):
-        asked = [m.get("content") for m in value if isinstance(m, dict) and m.get("role") == "user"]
-        if not asked:
-            raise ValueError(f"{where}: its prompt is a list without a message of role 'user'")
-        value = asked[-1]
-    return _text(where, "prompt", value)
+def _prompt(where: str, value: Any) -> tuple[str, str]:
+    """(prompt, system prompt) of a text or of a conversation."""
+    if not isinstance(value, list):
+        return _text(where, "prompt", value), ""
+    messages = [m if isinstance(m, dict) else {} for m in value]
+    roles = [str(m.get("role")) for m in messages]
+    if "user" not in roles:
+        raise ValueError(f"{where}: its prompt is a list without a message of role 'user'")
+    if roles not in (["user"], ["system", "user"]):
+        found = ", ".join(roles[:6])
+        raise ValueError(
+            f"{where}: its prompt must be one message of the user, after a system prompt or not; got {found}"
+        )
+    texts = [_text(where, "prompt", m.get("content")) for m in messages]
+    return texts[-1], texts[0] if len(texts) > 1 else ""
+
+
+def _answer(where: str, column: str, value: Any) -> str:
+    if column == "final_answer" and isinstance(value, list):  # OlympiadBench: all of them are the answer
+        return ", ".join(_text(where, "answer", part) for part in value)
+    text = _text(where, "answer", value)
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    box = last_box(text)
+    if box is not None:
+        return box
+    if column == "solution" and len(text) > LONG:
+        raise ValueError(f"{where}: its solution has no \\boxed{{…}}: name the answer's column with task.answer_key")
+    return text.strip()
+
+
+def last_box(text: str) -> str | None:
+    """What is in the last \\boxed{…}, or stands behind a \\boxed without braces."""
+    for found in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))):
+        if not text.startswith("{", found.end()):
+            bare = re.match(r"[^\s$]+", text[found.end() :])
+            return bare.group().rstrip(".,") if bare else None
+        depth = 0
+        for brace in re.finditer(r"\\[{}]|[{}]", text[found.end() :]):
+            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+            if depth == 0:
+                return text[found.end() + 1 : found.end() + brace.start()].strip()
+    return None
+
+
+def _level(row: dict[str, Any]) -> int:
+    """3 of 3, "3", 3.0, 3.5 and "Level 3"; 0 where nothing like it is there."""
+    value = next((row[name] for name in LEVELS if row.get(name) is not None), None)
+    found = re.fullmatch(r"(?:level )?([0-9]{1,9})(?:\.[0-9]*)?", str(value).strip().lower())
+    return int(found[1]) if found else 0
 
 
 def _text(where: str, what: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # of parquet
+        return str(value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: its {what} must be text or a number; got {_kind(value)}")
     return str(value)
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", bool: "true or false", _Number: "a number", str: "text"}
-    return names.get(type(value), "null")
+    names = {dict: "an object", list: "a list", bool: "true or false", _Number: "a number", str: "text", float: "NaN"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)

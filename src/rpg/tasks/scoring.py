@@ -1,52 +1,67 @@
 """Rewards from functions that nobody has checked: in processes of their own, with a deadline and a memory limit.
 
-A worker is a fresh interpreter, started by name rather than through ``multiprocessing``, which would import the user's
-main script, and with it torch, into each one. It leads a process group of its own: a Ctrl-C at the terminal does not
-reach it, and it is killed together with whatever the reward function started.
+A worker (worker.py) is a fresh interpreter, started by name rather than through ``multiprocessing``, which would import
+the user's main script, and with it torch, into each one. It leads a process group of its own: a Ctrl-C at the terminal
+does not reach it, and it is killed together with whatever the reward function started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import pickle
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from .importing import FILES, ImportFailed, describe, load_function, load_module, split_spec
+from . import worker as inside
+from .importing import FILES, describe, load_function, split_spec
 from .task import Reward
+from .worker import (
+    BROKEN,
+    DIED,
+    FLIGHT,
+    LENGTH,
+    NOBODY,
+    NOT_FINITE,
+    OK,
+    RAISED,
+    READY,
+    REPLY,
+    RUNNING,
+    SPENT,
+    TIMED_OUT,
+    Caller,
+    Item,
+    Message,
+    Outcome,
+    Running,
+    late,
+)
 
-Item = tuple[str, str, str]  # response, answer, prompt
-Outcome = tuple[int, float, str]  # one of the kinds below, the reward, a message
-
-# SPENT: out of memory, which the next item must not suffer from; BROKEN: the reward function cannot be had
-OK, RAISED, NOT_FINITE, TIMED_OUT, SPENT, READY, BROKEN, DIED = range(8)
 FAILURES = {RAISED: "raised", SPENT: "raised", DIED: "raised", TIMED_OUT: "timed_out", NOT_FINITE: "not_finite"}
 MESSAGES = 5
+SOLVED = 0.5  # a larger reward counts as solved
+CORRECT = "correct"  # the part that decides alone whether a response is solved, where there is one
 START = 120.0  # seconds for a worker to import the reward function
 STILLBORN = 3  # workers in a row that die before they are ready, after which it is no accident
-REPLY = struct.Struct("<Bd")
-REPLY_BYTES = 2048
+GRACE = 1.0  # seconds for a worker to say itself that an async function has passed its deadline
 PROGRAM = (
-    "import sys; (*fds, parent), sys.path = map(int, sys.argv[1:4]), sys.argv[4:];"
-    "from rpg.tasks.scoring import work; work(*fds, parent)"
+    "import sys; (*fds, parent), sys.path = map(int, sys.argv[1:5]), sys.argv[5:];"
+    "from rpg.tasks.worker import work; work(*fds, parent)"
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-inside_worker = False
 
 
 class RewardError(ValueError, RuntimeError):
@@ -54,24 +69,37 @@ class RewardError(ValueError, RuntimeError):
 
 
 @dataclass(frozen=True)
+class Part:
+    """One term of a reward: ``function`` is called as f(response, answer, prompt), sync or async; or the name of it."""
+
+    name: str
+    function: Reward | Callable[[str, str, str], Any] | str
+    weight: float = 1.0
+    trusted: bool = False  # cannot hang or crash: called right here
+
+
+@dataclass(frozen=True)
 class Scores:
-    values: list[float]
-    failures: dict[str, int]  # raised, timed_out, not_finite
+    values: list[float]  # sums of weight × part
+    failures: dict[str, int]  # calls: raised, timed_out, not_finite
     messages: list[str]  # the first few kinds of failure, one line each
+    solved: list[bool]
+    parts: dict[str, list[float]] = field(default_factory=dict)  # by name, without their weights
 
 
 class Scorer:
-    """Calls a reward function; no call can crash, block or outlive this process. A failed one gives ``on_error``.
+    """Calls reward functions; no call can crash, block or outlive this process. A failed one gives ``on_error``.
 
-    ``reward`` is a function or its name, ``file.py:name`` or ``package.module:name``; sync or async. A trusted one is
-    called right here. Others run in ``workers`` processes, started at the first use: a call that takes longer than
-    ``timeout`` seconds, or more than ``memory_gb`` on top of what the imports took, costs its own item and nothing
-    else. What they print goes nowhere.
+    ``reward`` is a function or its name, ``file.py:name`` or ``package.module:name``, sync or async; or several, as
+    Parts whose weighted sum it is. Trusted ones are called right here. Others run in ``workers`` processes, started at
+    the first use: a call that takes longer than ``timeout`` seconds, or more than ``memory_gb`` on top of what the
+    imports took, costs its own value and nothing else. Of async functions a worker runs 64 calls at the same time.
+    What they print goes nowhere.
     """
 
     def __init__(
         self,
-        reward: Reward | Callable[[str, str, str], Any] | str,
+        reward: Reward | Callable[[str, str, str], Any] | str | Sequence[Part],
         *,
         trusted: bool = False,
         workers: int = 2,
@@ -87,13 +115,18 @@ class Scorer:
         if not math.isfinite(on_error):
             raise ValueError(f"on_error must be finite; got {on_error}")
         self.timeout, self.on_error = timeout, on_error
-        self._caller = None
+        several = isinstance(reward, Sequence) and not isinstance(reward, str)
+        self.parts: tuple[Part, ...] = tuple(reward) if several else (Part("", reward, trusted=trusted),)  # type: ignore
+        self._here = {
+            p: Caller(load_function(part.function) if isinstance(part.function, str) else part.function, Exception)
+            for p, part in enumerate(self.parts)
+            if part.trusted
+        }
+        self._away = [p for p in range(len(self.parts)) if p not in self._here]
+        self._setup = _pack([self.parts[p].function for p in self._away], memory_gb, timeout)
         self._count = workers
-        if trusted:
-            self._caller = _Caller(load_function(reward) if isinstance(reward, str) else reward, Exception)
-        else:
-            self._setup = _pack(reward, memory_gb)
         self._workers: list[_Worker] = []
+        self._together: list[bool] = []  # of the functions in workers: whether one worker runs many calls at a time
         self._stillborn = 0
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -108,98 +141,145 @@ class Scorer:
     def close(self) -> None:
         """End the workers."""
         self._finalizer()
-        if self._caller is not None:
-            self._caller.close()
+        for caller in self._here.values():
+            caller.close()
 
     def start(self) -> None:
         """Start the workers and wait for the first: a reward function that cannot be imported is a ValueError here."""
-        if self._caller is None:
+        if self._away:
             with self._lock:
-                self._fill()
-                while all(worker.starting for worker in self._workers):
-                    self._step({})
+                self._await_first()
 
     def score(self, items: Sequence[Item]) -> Scores:
         """One reward for each (response, answer, prompt), in order."""
-        if self._caller is not None:
-            return self._count_up([self._caller(item) for item in items])
-        with self._lock:
-            outcomes = self._distribute(items)
-        return self._count_up([outcomes[i] for i in range(len(items))])
+        outcomes = {p: [caller(item) for item in items] for p, caller in self._here.items()}
+        if self._away:
+            calls = [(f, item) for item in items for f in range(len(self._away))]
+            with self._lock:
+                found = self._distribute(calls)
+            for f, p in enumerate(self._away):
+                outcomes[p] = [found[i] for i in range(f, len(calls), len(self._away))]
+        return self._sum(outcomes, len(items))
 
-    def _count_up(self, outcomes: list[Outcome]) -> Scores:
-        failures = dict.fromkeys(FAILURES.values(), 0)
-        for kind, _, _ in outcomes:
-            if kind != OK:
-                failures[FAILURES[kind]] += 1
-        messages = dict.fromkeys(message for kind, _, message in outcomes if kind != OK)
+    def _sum(self, outcomes: dict[int, list[Outcome]], count: int) -> Scores:
+        failures, messages = dict.fromkeys(FAILURES.values(), 0), []
+        values, parts, failed = [0.0] * count, {}, {}
+        for p, part in enumerate(self.parts):
+            parts[p] = [value if kind == OK else self.on_error for kind, value, _ in outcomes[p]]
+            failed[p] = [kind != OK for kind, _, _ in outcomes[p]]
+            values = [total + part.weight * value for total, value in zip(values, parts[p], strict=True)]
+            for kind, _, message in outcomes[p]:
+                if kind != OK:
+                    failures[FAILURES[kind]] += 1
+                    messages.append(f"{part.name}: {message}" if part.name else message)
+        decides = [p for p, part in enumerate(self.parts) if part.name == CORRECT]
+        given = parts[decides[0]] if decides else values
         return Scores(
-            values=[value if kind == OK else self.on_error for kind, value, _ in outcomes],
+            values=values,
             failures=failures,
-            messages=list(messages)[:MESSAGES],
+            messages=list(dict.fromkeys(messages))[:MESSAGES],
+            solved=[
+                value > SOLVED and not any(failed[p][i] for p in decides or failed) for i, value in enumerate(given)
+            ],
+            parts={part.name: parts[p] for p, part in enumerate(self.parts) if part.name},
         )
 
     # ---- the pool
 
-    def _distribute(self, items: Sequence[Item]) -> dict[int, Outcome]:
+    def _await_first(self) -> None:
+        self._fill()
+        while all(worker.starting for worker in self._workers):
+            self._step({}, deque())
+
+    def _distribute(self, calls: Sequence[tuple[int, Item]]) -> dict[int, Outcome]:
         outcomes: dict[int, Outcome] = {}
-        todo = deque(range(len(items)))
+        self._await_first()
+        alone = deque(i for i, (function, _) in enumerate(calls) if not self._together[function])
+        together = deque(i for i, (function, _) in enumerate(calls) if self._together[function])
         try:
-            while len(outcomes) < len(items):
-                self._fill()
-                for worker in self._workers:
-                    if worker.idle and todo and worker.send(todo[0], items[todo[0]], self.timeout):
-                        todo.popleft()
-                self._step(outcomes)
-        finally:  # interrupted: what is still at work would answer to the wrong items
-            for worker in [w for w in self._workers if w.item is not None]:
+            while len(outcomes) < len(calls):
+                for place, worker in enumerate(self._workers):
+                    if not worker.pending:  # every other one begins with the other kind
+                        worker.together = bool(together) and (place % 2 == 0 or not alone)
+                    queue = together if worker.together else alone
+                    while queue and worker.has_room and worker.send((queue[0], *calls[queue[0]]), self.timeout):
+                        queue.popleft()
+                    self._listen(worker)
+                back: deque[int] = deque()
+                self._step(outcomes, back)
+                for i in back:
+                    (together if self._together[calls[i][0]] else alone).appendleft(i)
+        finally:  # interrupted: what is still at work would answer to the wrong calls
+            for worker in [w for w in self._workers if w.pending]:
                 self._drop(worker)
         return outcomes
 
     def _fill(self) -> None:
         if not self._finalizer.alive:
             raise ValueError("this Scorer is closed")
-        if inside_worker:
+        if inside.inside_worker:
             raise RuntimeError("a script that scores must do so under `if __name__ == '__main__':`")
         while len(self._workers) < self._count:
             worker = _Worker(self._setup)
             self._workers.append(worker)
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+            self._listen(worker)
+
+    def _listen(self, worker: _Worker) -> None:
+        """Hear of it when it takes more, while there is more to send."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.sending else 0)
+        if events != self._selector.get_key(worker.socket).events:
+            self._selector.modify(worker.socket, events, worker)
 
     def _drop(self, worker: _Worker) -> str:
         self._workers.remove(worker)
         self._selector.unregister(worker.socket)
         return worker.end()
 
-    def _step(self, outcomes: dict[int, Outcome]) -> None:
-        """Wait for answers, deaths or the next deadline; write down what became of the items."""
+    def _step(self, outcomes: dict[int, Outcome], back: deque[int]) -> None:
+        """Wait for answers, deaths or the next deadline; write down what became of the calls, or that they are back."""
         wait = min(worker.deadline for worker in self._workers) - time.monotonic()
-        for key, _ in self._selector.select(None if wait == math.inf else max(wait, 0)):
-            self._answered(key.data, key.data.receive(), outcomes)
+        for key, events in self._selector.select(None if wait == math.inf else max(wait, 0)):
+            worker: _Worker = key.data
+            if events & selectors.EVENT_WRITE:
+                worker.flush()
+                self._listen(worker)
+            for number, outcome in worker.receive() if events & selectors.EVENT_READ else ():
+                if not self._answered(worker, number, outcome, outcomes, back):
+                    break
         now = time.monotonic()
-        for worker in [w for w in self._workers if w.deadline <= now]:
-            late = f"no answer after {self.timeout:g} s"
-            self._answered(worker, (DIED, 0.0, late) if worker.starting else (TIMED_OUT, 0.0, late), outcomes)
+        for worker in [w for w in self._workers if w.deadline <= now and not w.moved(self.timeout)]:
+            kind = DIED if worker.starting else TIMED_OUT
+            self._answered(worker, NOBODY, (kind, 0.0, late(self.timeout)), outcomes, back)
         self._fill()
 
-    def _answered(self, worker: _Worker, reply: Outcome, outcomes: dict[int, Outcome]) -> None:
-        kind, value, message = reply
-        item, starting = worker.item, worker.starting
-        worker.item, worker.deadline = None, math.inf
-        if kind in (DIED, TIMED_OUT, SPENT, BROKEN):
+    def _answered(
+        self, worker: _Worker, number: int, outcome: Outcome, outcomes: dict[int, Outcome], back: deque[int]
+    ) -> bool:
+        """Whether the worker lives on. A call that has cost a worker its life is not tried again."""
+        kind, _, message = outcome
+        if kind == READY:
+            worker.starting, worker.deadline, self._stillborn = False, math.inf, 0
+            self._together = [flag == "1" for flag in message]
+            return True
+        if number != NOBODY:
+            outcomes[number] = outcome
+            worker.answered(number)
+        if kind == SPENT or number == NOBODY:
+            blamed = worker.blamed() if number == NOBODY else ()
             cause = self._drop(worker)
             if kind == BROKEN:
                 raise RewardError(message)
             if kind == DIED:
-                message = f"worker died: {cause}"
-            if starting:
+                outcome = (DIED, 0.0, f"worker died: {cause}")
+            if worker.starting:
                 self._stillborn += 1
                 if self._stillborn >= STILLBORN:
                     raise RewardError(f"{STILLBORN} reward workers in a row died before they were ready: {cause}")
-        elif kind == READY:
-            worker.starting, self._stillborn = False, 0
-        if item is not None:
-            outcomes[item] = (kind, value, message)
+            outcomes.update((call, outcome) for call in blamed)
+            back.extend(call for call in worker.pending if call not in outcomes)
+            return False
+        return True
 
 
 class _Worker:
@@ -208,17 +288,20 @@ class _Worker:
     def __init__(self, setup: bytes) -> None:
         self.socket, theirs = socket.socketpair()
         watched, self._lifeline = os.pipe()  # its end tells them that this process is gone
-        fds = (theirs.fileno(), watched)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *map(str, fds), str(os.getpid()), *map(str, sys.path)],
-                pass_fds=fds,
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**dict.fromkeys(ONE_THREAD, "1"), **os.environ},
-            )
+            with tempfile.TemporaryFile() as shared:
+                shared.truncate(RUNNING.size)
+                self._running = Running(shared.fileno())
+                fds = (theirs.fileno(), watched, shared.fileno())
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM, *map(str, fds), str(os.getpid()), *map(str, sys.path)],
+                    pass_fds=fds,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={**dict.fromkeys(ONE_THREAD, "1"), **os.environ},
+                )
         except BaseException:
             self.socket.close()
             os.close(self._lifeline)
@@ -226,41 +309,86 @@ class _Worker:
         finally:
             theirs.close()
             os.close(watched)
-        self.socket.settimeout(START)
+        self.socket.setblocking(False)
         self.starting = True
-        self.item: int | None = None
+        self.together = False  # many calls at a time
+        self.pending: dict[int, None] = {}  # calls it has not answered
         self.deadline = time.monotonic() + START
+        self._steps = 0  # as last seen
+        self._out, self._in = bytearray(), bytearray()
         self._write(setup)
 
     @property
-    def idle(self) -> bool:
-        return self.item is None and not self.starting
+    def sending(self) -> bool:
+        return bool(self._out)
 
-    def send(self, index: int, item: Item, timeout: float) -> bool:
+    @property
+    def has_room(self) -> bool:
+        return not self.starting and not self._out and len(self.pending) < (FLIGHT if self.together else 1)
+
+    def send(self, message: Message, timeout: float) -> bool:
         """False: it has died in the meantime, which ``receive`` will say."""
-        if not self._write(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)):
+        if not self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)):
             return False
-        self.item, self.deadline = index, time.monotonic() + timeout
+        if not self.pending:
+            self._watch(timeout)
+        self.pending[message[0]] = None
         return True
 
+    def answered(self, call: int) -> None:
+        del self.pending[call]
+        if not self.pending:
+            self.deadline = math.inf
+
+    def moved(self, timeout: float) -> bool:
+        """Whether a worker past its deadline goes on nevertheless: with many calls, each of which it times itself."""
+        if not self.together or self.starting or self._running.read()[0] == self._steps:
+            return False
+        self._watch(timeout)
+        return True
+
+    def _watch(self, timeout: float) -> None:
+        self.deadline = time.monotonic() + timeout + (GRACE if self.together else 0.0)
+        self._steps = self._running.read()[0]
+
+    def blamed(self) -> Iterable[int]:
+        """The call that is running; of many, if none of them is, any may have done it."""
+        call = self._running.read()[1] if self.together else NOBODY
+        return (call,) if call in self.pending else tuple(self.pending)
+
     def _write(self, data: bytes) -> bool:
+        self._out += LENGTH.pack(len(data)) + data
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what there is room for."""
         try:
-            self.socket.sendall(data)
+            while self._out:
+                del self._out[: self.socket.send(self._out)]
+        except BlockingIOError:
+            pass
         except OSError:
+            self._out.clear()
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
             return False
         return True
 
-    def receive(self) -> Outcome:
-        try:
-            data = self.socket.recv(REPLY_BYTES)
-        except OSError:
-            data = b""
-        if len(data) < REPLY.size:
-            return DIED, 0.0, ""
-        kind, value = REPLY.unpack_from(data)
-        return kind, value, data[REPLY.size :].decode("utf-8", "replace")
+    def receive(self) -> Iterable[tuple[int, Outcome]]:
+        """(number of the call, what came of it), as far as they have arrived; last of all, that it has died."""
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self.socket.recv(2**16)
+        self._in += data
+        while len(self._in) >= REPLY.size:
+            number, kind, value, length = REPLY.unpack_from(self._in)
+            if len(self._in) < REPLY.size + length:
+                break
+            message = self._in[REPLY.size : REPLY.size + length].decode("utf-8", "replace")
+            del self._in[: REPLY.size + length]
+            yield number, (kind, value, message)
+        if not data:
+            yield NOBODY, (DIED, 0.0, "")
 
     def end(self) -> str:
         """Kill it and all that it started; say how it had ended if it had."""
@@ -268,6 +396,7 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         self.socket.close()
+        self._running.close()
         os.close(self._lifeline)
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
@@ -279,19 +408,19 @@ def _end(workers: list[_Worker], selector: selectors.BaseSelector, owner: int) -
             workers.pop().end()
 
 
-def _pack(reward: Any, memory_gb: float) -> bytes:
+def _pack(functions: Sequence[Any], memory_gb: float, timeout: float) -> bytes:
     """All that a worker needs to know."""
-    files = dict(FILES)
-    if isinstance(reward, str):
-        where, name = split_spec(reward)
-        pickled = pickle.dumps(f"{where}:{name}")
-    else:
-        name = getattr(reward, "__qualname__", type(reward).__name__)
-        if not callable(reward):
+    files, named = dict(FILES), []
+    for function in functions:
+        if isinstance(function, str):
+            named.append(":".join(split_spec(function)))
+            continue
+        name = getattr(function, "__qualname__", type(function).__name__)
+        if not callable(function):
             raise ValueError(f"reward must be a function or the name of one; got {name}")
         way_out = "define it at the top level of a file, or give its name, file.py:name"
         try:
-            pickled = pickle.dumps(reward)
+            pickled = pickle.dumps(function)
         except Exception as error:
             text = f"reward {name!r} cannot be sent to another process; {way_out} ({describe(error)})"
             raise ValueError(text) from error
@@ -301,143 +430,5 @@ def _pack(reward: Any, memory_gb: float) -> bytes:
             if source is None:
                 raise ValueError(f"reward {name!r} is defined in an interactive session; {way_out}")
             files["__main__"] = source if main.__spec__ else os.path.abspath(source)
-    return pickle.dumps((pickled, files, memory_gb))
-
-
-# ---- in the worker ---------------------------------------------------------------------------------------------------
-
-
-def work(requests: int, lifeline: int, parent: int) -> None:
-    """Answer items until the other end is closed."""
-    global inside_worker
-    inside_worker = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for fd in (requests, lifeline):
-        os.set_inheritable(fd, False)
-    _die_with(lifeline, parent)
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    reader = open(requests, "rb")  # noqa: SIM115
-    try:
-        pickled, files, memory_gb = pickle.load(reader)
-        try:
-            reward = _Unpickler(pickled, files).load()
-            caller = _Caller(load_function(reward) if isinstance(reward, str) else reward, BaseException)
-        except BaseException as error:
-            text = str(error) if isinstance(error, ImportFailed) else f"cannot load the reward: {describe(error)}"
-            return _reply(requests, (BROKEN, 0.0, text))
-        _limit(memory_gb)
-        _reply(requests, (READY, 0.0, ""))
-        while True:
-            _reply(requests, caller(pickle.load(reader)))
-    except (EOFError, OSError):  # the parent is gone, or has given up on this worker
-        return None
-
-
-class _Unpickler(pickle.Unpickler):
-    """Finds what was defined in a main script, or in a file that was loaded by its path."""
-
-    def __init__(self, data: bytes, files: dict[str, str]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._files = files
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module not in self._files:
-            return super().find_class(module, name)
-        found: Any = load_module(self._files[module])
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-
-
-class _Caller:
-    """One call, and what came of it. Errors outside ``catch`` pass: Ctrl-C, where this is the user's own process."""
-
-    def __init__(self, function: Callable[..., Any], catch: type[BaseException]) -> None:
-        self._function, self._catch = function, catch
-        self._runner: Any = None
-
-    def __call__(self, item: Item) -> Outcome:
-        try:
-            result = self._function(*item)
-            if hasattr(result, "__await__"):
-                result = self._run(result)
-            value = _number(result)
-        except self._catch as error:
-            return SPENT if isinstance(error, MemoryError) else RAISED, 0.0, describe(error) + _place(error)
-        if value is None or not math.isfinite(value):
-            text = type(result).__name__ if value is None else str(value)
-            return NOT_FINITE, 0.0, f"returned {text}, not a finite number"
-        return OK, value, ""
-
-    def _run(self, awaitable: Any) -> Any:
-        import asyncio
-
-        async def wait() -> Any:
-            return await awaitable
-
-        if self._runner is None:  # one loop for all calls: a session opened in the first serves the others
-            self._runner = asyncio.Runner()
-        return self._runner.run(wait())
-
-    def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-
-
-def _number(result: Any) -> float | None:
-    if isinstance(result, str | bytes | bytearray | complex):
-        return None
-    try:
-        return float(result)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
-        return None
-
-
-def _place(error: BaseException) -> str:
-    """(reward.py:12), the line that raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_code.co_filename == __file__:
-        return ""
-    return f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
-
-
-def _reply(fd: int, outcome: Outcome) -> None:
-    kind, value, message = outcome
-    data = REPLY.pack(kind, value) + message.encode("utf-8", "replace")
-    os.write(fd, data[:REPLY_BYTES])
-
-
-def _die_with(lifeline: int, parent: int) -> None:
-    """Kill this process group as soon as the parent is gone, however it went."""
-
-    def watch() -> None:
-        import select
-
-        while os.getppid() == parent and not select.select([lifeline], [], [], 1.0)[0]:
-            pass
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    with contextlib.suppress(ImportError, AttributeError):  # Linux: even while a call in C holds the interpreter
-        import fcntl
-
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _limit(memory_gb: float) -> None:
-    """Of address space, beyond what is in use; and no core dumps."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    used = 0
-    with contextlib.suppress(OSError), open("/proc/self/statm") as statm:  # elsewhere what is in use counts too
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = used + int(memory_gb * 2**30)
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        named.append(function)
+    return pickle.dumps((pickle.dumps(named), files, memory_gb, timeout))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,9 @@ class Problem:
     prompt: str
     answer: str
     level: int = 0  # difficulty, where the task grades it
+    template: str = "plain"  # how the prompt is put to the model, unless the run says otherwise: see templates.py
+    system: str = ""  # system prompt that the dataset brings along
+    source: str = ""  # the dataset it is from, where there are several
 
 
 class Reward(Protocol):
@@ -26,12 +29,12 @@ class Reward(Protocol):
 class Task:
     name: str
     train: Sequence[Problem]
-    test: Sequence[Problem]
+    test: Sequence[Problem] | Mapping[str, Sequence[Problem]]  # held out; several sets by name
     reward: Reward | Callable[[str, str, str], float]
     trusted: bool = False  # the reward cannot hang or crash: it is called directly, not in a process of its own
-    test_name: str = ""  # of the held-out problems, where they are another task's
+    notes: tuple[str, ...] = ()  # what a user should know of the problems: duplicates, overlap; one line each
 
     @property
-    def evaluated(self) -> str:
-        """What evaluations are named after."""
-        return self.test_name or self.name
+    def tests(self) -> dict[str, Sequence[Problem]]:
+        """The held-out problems by name: evaluations are named after it."""
+        return dict(self.test) if isinstance(self.test, Mapping) else {self.name: self.test}

@@ -1,136 +1,208 @@
-"""Is the final answer of a response the true one? Strings and exact rational numbers; nothing is ever evaluated.
+"""Is the final answer of a response the true one?
 
-Every step is a single pass over its text, and answers longer than ``LONG`` are compared as they stand: the time is
-linear in the length of the response, whatever is in it.
+First without evaluating anything: text, exact rational numbers, and structures of these, in linear time and in this
+process. Only what that cannot decide (surds, polynomials, equations) goes to sympy: in a worker process with limits of
+time and memory, which is started when first needed; or right here if this is such a process already.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from .answers import final_answer, marked_answer
+from .compare import same
+from .mathematics import equal, load, refusal
+
+__all__ = ["Verdict", "final_answer", "preload", "verdict", "verify"]
 
 LONG = 600  # characters; below the least limit that Python can have on the digits of an int
+SECONDS = 2.0  # for one comparison
+HARD = 4.0  # for a worker that a call in C keeps from looking at the clock
+MEMORY_GB = 1.0
+PLAIN = re.compile(r"([-+]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.([0-9]*))?")
+EQUAL, DIFFERENT, UNKNOWN, LATE = 1.0, 0.0, -1.0, -2.0
 
-BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[{}]|[{}]")
-SAID = re.compile(r"(?<![A-Za-z])answer(?![A-Za-z])", re.IGNORECASE)
-AFTER_SAID = re.compile(r"[\s:=*_]*+(?:is(?![A-Za-z]))?[\s:=*_]*+", re.IGNORECASE)
 
-WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
-NOTHING = re.compile(r"\\[,;:! ()\[\]]|\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|\$|\*\*")
-SPACE = re.compile(r"\s+")
-LOOSE_SPACE = re.compile(r"(?<![^\W_]) | (?![^\W_])")  # one that does not stand between two letters or digits
-SAME = (("\\$", ""), ("\\%", "%"), ("{,}", ","), ("~", " "), ("−", "-"), ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"))
-
-DECIMAL = re.compile(r"([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(\.[0-9]*)?(?:e([+-]?[0-9]{1,3}))?")
-OVER = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}|\\frac([0-9])([0-9])|([^/]*)/([^/]*)")
+class Verdict(NamedTuple):
+    right: bool
+    reason: str  # in a few words
 
 
 def verify(response: str, truth: str) -> bool:
-    """True if the last final answer in the response equals the truth. Never raises, whatever the two are.
+    r"""True if the final answer of the response equals the truth. Never raises, whatever the two are.
 
-    A final answer is ``\\boxed{x}``, ``#### x``, or ``answer: x`` (``answer is x``, ``answer x``) at the very end.
-    50% is 1/2, not 50; the truth may be written as an answer too.
+    Where the final answer is: answers.py. The truth may be written as one, too (``… #### 42``, ``\boxed{42}``).
     """
+    return verdict(response, truth).right
+
+
+def verdict(response: str, truth: str) -> Verdict:
+    """The same with a reason: "same number", "no final answer", "gave up after 2 s", …"""
     if not isinstance(response, str) or not isinstance(truth, str):
-        return False
+        return Verdict(False, "not text")
     given = final_answer(response)
     if given is None:
-        return False
+        return Verdict(False, "no final answer")
     marked = marked_answer(truth)
-    wanted = truth if marked is None else marked[1]
-    if len(given) > LONG or len(wanted) > LONG:
-        return given.strip() == wanted.strip()
-    given, wanted = normal(given), normal(wanted)
-    if not wanted:
-        return False
+    given, wanted = given.strip(), (truth if marked is None else marked[1]).strip()
+    if not wanted.strip(".$"):
+        return Verdict(False, "the truth is empty")
+    if not given.strip(".$ "):
+        return Verdict(False, "empty answer")
     if given == wanted:
-        return True
-    value = number(given)
-    return value is not None and value == number(wanted)
+        return Verdict(True, "same text")
+    if len(given) > LONG or len(wanted) > LONG:
+        return Verdict(False, f"different, and longer than {LONG} characters")
+    x, y = plain_number(given), plain_number(wanted)
+    if x is not None and y is not None:
+        return Verdict(x == y, "same number" if x == y else "another number")
+    if not (legible(given) and legible(wanted)):
+        return Verdict(False, "different, with characters that cannot be seen")
+    return judged(given, wanted)
 
 
-def final_answer(response: str) -> str | None:
-    """The text of the last answer; None if there is none."""
-    marked = marked_answer(response)
-    said = said_answer(response)
-    last = max((found for found in (marked, said) if found is not None), key=lambda found: found[0], default=None)
-    return None if last is None else last[1]
-
-
-def marked_answer(text: str) -> tuple[int, str] | None:
-    """(where, what) of the last \\boxed{x} or #### x."""
-    found: list[tuple[int, str]] = []
-    start = text.rfind("####")
-    if start >= 0:
-        lines = text[start + 4 :].lstrip(" \t").splitlines()
-        if lines and lines[0].strip():
-            found.append((start, lines[0]))
-    opened: list[tuple[int, int] | None] = []  # the braces that are open; of a box, where it begins and its content
-    box = (-1, 0, 0)
-    for brace in BRACE.finditer(text) if "boxed" in text or "fbox" in text else ():
-        token = brace.group()
-        if token == "{":
-            opened.append(None)
-        elif token == "}":
-            at = opened.pop() if opened else None
-            if at is not None and at[0] > box[0]:
-                box = (*at, brace.start())
-        elif len(token) > 2:
-            opened.append((brace.start(), brace.end()))
-    if box[0] >= 0:
-        found.append((box[0], text[box[1] : box[2]]))
-    return max(found, default=None)
-
-
-def said_answer(text: str) -> tuple[int, str] | None:
-    """(where, what) of "the answer is x" with nothing but x after it, on one line."""
-    text = text.rstrip()
-    for said in reversed(list(SAID.finditer(text, max(0, len(text) - 2 * LONG)))):
-        after = AFTER_SAID.match(text, said.end())
-        rest = text[after.end() if after else said.end() :].strip("*_ \t")
-        if "\n" in rest:
-            return None
-        if rest.strip("."):
-            return said.start(), rest
-    return None
-
-
-def normal(text: str) -> str:
-    """Without what does not change the meaning: LaTeX wrappers, spacing, currency, case, the full stop."""
-    for old, new in SAME:
-        text = text.replace(old, new)
-    text = NOTHING.sub("", WRAPPER.sub(r"\1", WRAPPER.sub(r"\1", text))).strip().rstrip(".").strip()
-    text = LOOSE_SPACE.sub("", SPACE.sub(" ", text)).strip("€£¥")
-    while text.startswith("{") and text.endswith("}") and text.find("}") == len(text) - 1:
-        text = text[1:-1]
-    return text.casefold()
-
-
-def number(text: str) -> Fraction | None:
-    """Of 12, -1,234.50, 1e3, 3/4, \\frac{3}{4}, 50%; None for anything else."""
-    sign = -1 if text.startswith("-") else 1
-    text = text.removeprefix("-") if sign < 0 else text.removeprefix("+")
-    text = text.lstrip("€£¥")
-    unit = Fraction(sign, 100) if text.endswith("%") else Fraction(sign)
-    text = text.removesuffix("%")
-    over = OVER.fullmatch(text)
-    if over is None:
-        value = decimal(text)
-        return None if value is None else unit * value
-    above, below = (part for part in over.groups() if part is not None)
-    for part in (above, below):
-        if part.startswith("-"):
-            unit = -unit
-    top, bottom = decimal(above.removeprefix("-")), decimal(below.removeprefix("-"))
-    return unit * top / bottom if top is not None and bottom else None
-
-
-def decimal(text: str) -> Fraction | None:
-    """Without a sign."""
-    found = DECIMAL.fullmatch(text)
+def plain_number(text: str) -> Fraction | int | None:
+    """Of 12, -1,234.50, \\$5: most answers there are, and so the short way."""
+    found = PLAIN.fullmatch(text)
     if found is None:
         return None
-    whole, part, exponent = (found[1] or "").replace(",", ""), (found[2] or "")[1:], found[3] or "0"
-    if not whole and not part:
-        return None
-    return Fraction(int(whole + part)) * Fraction(10) ** (int(exponent) - len(part))
+    sign, whole, part = found.groups()
+    digits = whole.replace(",", "")
+    value = int(digits) if not part else Fraction(int(digits + part), 10 ** len(part))
+    return -value if sign == "-" else value
+
+
+def legible(text: str) -> bool:
+    """No control characters, no marks that turn the writing around, no halves of characters, nothing of private use."""
+    return (text.isascii() and (text.isprintable() or "".join(text.split()).isprintable())) or not any(
+        (not c.isprintable() and not c.isspace() and c not in "\u200b\u2060\ufeff") or "\ue000" <= c <= "\uf8ff"
+        for c in text
+    )
+
+
+@lru_cache(maxsize=16384)
+def judged(given: str, wanted: str) -> Verdict:
+    try:
+        found = same(given, wanted)
+    except RecursionError:
+        return Verdict(False, "nested too deeply")
+    if found is not None:
+        return Verdict(found, "equal" if found else "different")
+    for text in (given, wanted):
+        if why := refusal(text):
+            return Verdict(False, f"different as text, and not worked out: {why}")
+    outcome = worked_out(given, wanted)
+    if outcome == LATE:
+        return Verdict(False, f"gave up after {SECONDS:g} s")
+    if outcome == UNKNOWN:
+        return Verdict(False, "different as text, and not understood")
+    return Verdict(outcome == EQUAL, "equal, worked out" if outcome == EQUAL else "different, worked out")
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------------------
+
+
+class _TimeUp(BaseException):
+    """Not an Exception: sympy catches those."""
+
+
+def worked_out(given: str, wanted: str) -> float:
+    from . import worker
+
+    if worker.inside_worker:
+        return compared(given, wanted)
+    return _ask(given, wanted)
+
+
+def compared(given: str, wanted: str, prompt: str = "") -> float:
+    """In a process that something else ends if this does not return."""
+    load()
+    try:
+        with _limited(SECONDS):
+            found = equal(given, wanted)
+    except _TimeUp:
+        return LATE
+    except (MemoryError, RecursionError):
+        import sympy  # type: ignore[import-untyped]
+
+        sympy.core.cache.clear_cache()
+        return LATE
+    except Exception:  # sympy raises what it likes at what it cannot compare
+        return UNKNOWN
+    return UNKNOWN if found is None else EQUAL if found else DIFFERENT
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """By a signal, again and again until it is heard; outside the main thread there is none."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _TimeUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 0.25)
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), interval)
+
+
+class _Judge:
+    """``compared``, with the slow imports made as soon as a worker unpickles it rather than in its first call."""
+
+    def __call__(self, given: str, wanted: str, prompt: str) -> float:
+        return compared(given, wanted)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _loaded_judge, ()
+
+
+def _loaded_judge() -> _Judge:
+    load()
+    return _Judge()
+
+
+def preload() -> None:
+    """For a worker that will verify: import sympy now, before the clock of an item runs."""
+    load()
+
+
+# ---- this process's own worker ---------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_scorer: Any = None
+
+
+def _ask(given: str, wanted: str) -> float:
+    global _scorer
+    from .scoring import Scorer
+
+    with _lock:
+        if _scorer is None:
+            _scorer = Scorer(_Judge(), workers=1, timeout=HARD, memory_gb=MEMORY_GB, on_error=LATE)
+    return float(_scorer.score([(given, wanted, "")]).values[0])
+
+
+def _forget() -> None:
+    """A fork has no worker of its own yet; the one it sees is its parent's."""
+    global _lock, _scorer
+    _lock, _scorer = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget)

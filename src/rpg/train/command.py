@@ -13,8 +13,11 @@ from .config import Config
 from .settings import add_flags, build, given
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from .evaluate import Evaluation
 
+HERE = ""  # --dry-run without a device: this machine's
 SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -23,12 +26,20 @@ def add_train(commands: Any) -> None:
         "train",
         help="train a model; without arguments the built-in one, on the built-in task",
         usage="rpg train [--config FILE] [--algorithm NAME] [--steps N] [--output DIR] [--seed N] [--device D] "
-        "[--resume] [--section.key VALUE …]",
+        "[--resume] [--dry-run [DEVICE]] [--section.key VALUE …]",
         description="Train a model with a policy-gradient method. Settings come from a YAML file, then from flags.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML (see recipes/)")
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run in --output, from its newest checkpoint"
+    )
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        const=HERE,
+        metavar="DEVICE",
+        help="print what the run would need and take, and stop: on this machine's device, or on h200, h100, a100, "
+        "l40s, rtx4090 or cpu",
     )
     add_flags(parser, Config)
     parser.set_defaults(run=run_train)
@@ -46,6 +57,8 @@ def run_train(args: argparse.Namespace) -> int:
             if not file.exists():
                 raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
         config = build(Config, file=file, flags=flags)
+        if args.dry_run is not None:
+            return _dry_run(config, args.dry_run, args.resume)
         from .loop import Failed, train
     except ValueError as error:
         raise Mistake(str(error)) from error
@@ -56,6 +69,15 @@ def run_train(args: argparse.Namespace) -> int:
         return 2 if error.setup else 1
     print(_closing(summary, config))
     return SIGNALS.get(summary["stopped_by"], 0)
+
+
+def _dry_run(config: Config, device: str, resume: bool) -> int:
+    from .plan import plan
+    from .plan_table import show
+
+    made = plan(config, device or None)
+    show(replace(made, disk=replace(made.disk, holds_run=made.disk.holds_run and not resume)))
+    return 0
 
 
 def _closing(summary: dict[str, Any], config: Config) -> str:
@@ -112,7 +134,10 @@ def run_eval(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise Mistake(str(error)) from error
     if args.json:
-        print(json.dumps(found.metrics() | {"model": config.model}, indent=1))
+        values: dict[str, Any] = {}
+        for one in found:
+            values |= one.metrics()
+        print(json.dumps(values | {"model": config.model}, indent=1))
     else:
         _show(found, config)
     return 0
@@ -170,11 +195,21 @@ def _checkpoint(run: Path, which: str) -> Path:
     return found[step]
 
 
-def _show(found: Evaluation, config: Config) -> None:
+def _show(found: list[Evaluation], config: Config) -> None:
+    from ..audit.table import printed
+
+    with printed() as to:
+        for one in found:
+            to.print(f"{config.model}, {one.problems} problems × {one.k}, temperature {config.eval.temperature:g}")
+            _show_set(one, to)
+        if len(found) > 1:
+            mean = sum(one.mean.mean for one in found) / len(found)
+            to.print(f"mean@{found[0].k} of the {len(found)} sets: {mean:.1%}")
+
+
+def _show_set(found: Evaluation, to: Console) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
-
-    from ..audit.table import printed
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in (found.task, "value", "95 % interval"):
@@ -182,11 +217,9 @@ def _show(found: Evaluation, config: Config) -> None:
     rows = {f"mean@{found.k}": found.mean} | {f"pass@{k}": value for k, value in found.passed.items() if k > 1}
     for name, value in rows.items():
         table.add_row(name, f"{value.mean:.1%}", f"{value.low:.1%} – {value.high:.1%}")
-    with printed() as to:
-        to.print(f"{config.model}, {found.problems} problems × {found.k}, temperature {config.eval.temperature:g}")
-        to.print(table)
-        if len(found.by_level) > 1:
-            to.print("by level: " + "  ".join(f"{level}: {mean:.1%}" for level, mean in found.by_level.items()))
-        to.print(f"response length {found.length:.1f} tokens, {found.truncated:.1%} cut")
-        if any(found.failures.values()):
-            to.print("reward function failed: " + ", ".join(f"{n} {what}" for what, n in found.failures.items() if n))
+    to.print(table)
+    if len(found.by_level) > 1:
+        to.print("by level: " + "  ".join(f"{level}: {mean:.1%}" for level, mean in found.by_level.items()))
+    to.print(f"response length {found.length:.1f} tokens, {found.truncated:.1%} cut")
+    if any(found.failures.values()):
+        to.print("reward function failed: " + ", ".join(f"{n} {what}" for what, n in found.failures.items() if n))

@@ -9,25 +9,46 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class TaskConfig:
     name: str = "arithmetic"
-    """arithmetic, countdown or mixed (built in), a .jsonl file, or the function of your own task: my_task.py:make"""
+    """arithmetic, countdown or mixed (built in); a dataset (gsm8k, math, dapo-math-17k, …: `rpg tasks`); a .jsonl, .json
+    or .parquet file; a hub dataset, org/name[@subset][#split]; gym:GENERATOR; my_task.py:make; several with weights:
+    0.7*gsm8k + 0.3*math"""
     test: str | None = None
-    """problems to evaluate on: a .jsonl file or a task; None: the task's own held-out split"""
+    """problems to evaluate on: tasks, datasets or files, several with commas (aime24, aime25); None: the task's own"""
+    prompt_key: str | None = None
+    """column of the prompt in files and hub datasets; None: the usual names are tried"""
+    answer_key: str | None = None
+    """column of the answer"""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """parts of the reward and their weights: correct, format, and functions of your own by name, as in
+    --task.rewards.correct 1 --task.rewards.my_reward.py:score 0.5; empty: the task's own reward"""
     reward: str | None = None
-    """reward function of your own, my_reward.py:score, called as score(response, answer, prompt); None: the task's"""
+    """the only reward, a function of your own: my_reward.py:score, called as score(response, answer, prompt)"""
     template: str | None = None
-    """prompt template with {prompt} in it; None: the problem's text as it stands"""
+    """prompt template: text with {prompt} in it, or one of plain, boxed, answer, think; None: the dataset's"""
+    system: str | None = None
+    """system prompt, in the model's chat template"""
     chat: bool | None = None
     """wrap prompts in the model's chat template; None: if the model has one"""
+    chat_options: dict[str, Any] = field(default_factory=dict)
+    """given to the chat template: --task.chat_options.enable_thinking false"""
     timeout: float = 5.0
     """seconds a reward function may take for one response"""
+    memory_gb: float = 4.0
+    """memory a reward function may take for one response, beyond what its imports took"""
     on_error: float = 0.0
     """reward of a response whose reward function raised, hung or returned no finite number"""
     workers: int = 2
-    """processes that run a reward function of your own"""
+    """processes that run reward functions"""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    engine: Literal["native", "vllm"] = "native"
+    """what samples: the trainer's own weights, or vLLM (pip install rpg-rl[vllm]), updated in place at each step"""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """given to vLLM's LLM(): --rollout.vllm.gpu_memory_utilization 0.4"""
+    end_tokens: str | None = None
+    """tokens that end a response besides the model's own, separated by spaces"""
     prompts: int = 32
     """prompts (groups) in one step"""
     samples: int = 8
@@ -58,6 +79,15 @@ class RolloutConfig:
     """soft overlong penalty; None: as the algorithm was published"""
     overlong_tokens: int = 16
     """length of the zone before max_new_tokens in which the penalty grows from 0 to 1"""
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    method: str | None = None
+    """train an adapter instead of the model: lora, or another method of PEFT (pip install rpg-rl[peft]) by its name;
+    where the KL's anchor is the initial model, that is the model with the adapter off"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """of that method's config in PEFT: --peft.options.r 16 --peft.options.target_modules all-linear"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +153,7 @@ class CheckpointConfig:
     every: int = 10
     """steps between checkpoints; 0: only when the run ends or is stopped"""
     keep: int = 2
-    """newest checkpoints that stay, besides the best"""
+    """newest checkpoints that stay, besides the best; 0: none is written, not even when the run ends"""
     best: bool = True
     """keep the checkpoint of the best evaluation too"""
 
@@ -151,7 +181,9 @@ class Config:
     loss: dict[str, Any] = field(default_factory=dict)
     """options of the preset, as `rpg algorithms NAME` lists them: --loss.beta 1e-3 --loss.high 0.3"""
     model: str = "builtin"
-    """builtin, a Hugging Face folder, or a hub id"""
+    """builtin, a Hugging Face folder or hub id, or a .gguf file, local or as org/name/file.gguf (dequantised)"""
+    model_options: dict[str, Any] = field(default_factory=dict)
+    """given to from_pretrained: --model_options.revision main"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the weights and the arithmetic; with bfloat16 the optimiser keeps float32 weights and moments; auto: bfloat16
     on a GPU that has it, else float32"""
@@ -159,12 +191,15 @@ class Config:
     """auto: cuda if there is one, else cpu"""
     steps: int = 50
     """batches of rollouts"""
+    minutes: float | None = None
+    """end after so many minutes, evaluations and checkpoints not counted, if the steps are not done before"""
     seed: int = 0
     """decides the prompts and every sampled token"""
     output: str = "runs/latest"
     """the run's folder"""
-    task: TaskConfig = TaskConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     optim: OptimConfig = OptimConfig()
     reference: ReferenceConfig = ReferenceConfig()
     eval: EvalConfig = EvalConfig()
@@ -204,14 +239,16 @@ def check(config: Config) -> None:
         "eval.k": (evaluation.k, 1),
         "eval.temperature": (evaluation.temperature, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
-        "checkpoint.keep": (config.checkpoint.keep, 1),
+        "checkpoint.keep": (config.checkpoint.keep, 0),
         "log.samples": (config.log.samples, 0),
     }
     for name, (value, least) in at_least.items():
         if not least <= value < float("inf"):
             raise ValueError(f"{name} must be at least {least}; got {value}")
     positive = {
+        "minutes": 1.0 if config.minutes is None else config.minutes,
         "task.timeout": config.task.timeout,
+        "task.memory_gb": config.task.memory_gb,
         "rollout.temperature": rollout.temperature,
         "optim.max_grad_norm": optim.max_grad_norm,  # infinite: no clipping
         "reference.kl": reference.kl,
@@ -250,8 +287,6 @@ def check(config: Config) -> None:
         )
     if optim.name == "schedule-free" and optim.betas[0] == 0:
         raise ValueError("optim.betas must start above 0 with schedule-free: it is the weight of the average")
-    if config.task.template is not None and "{prompt}" not in config.task.template:
-        raise ValueError(f"task.template must have {{prompt}} in it; got {config.task.template!r}")
     for name, text in {"model": config.model, "output": config.output, "task.name": config.task.name}.items():
         if not text.strip():
             raise ValueError(f"{name} must not be empty")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..policy import Policy
-from ..rollout import Engine, NativeEngine
+from ..rollout import Engine, Rollout
 from ..tasks import Problem, Scorer, load_task
 from .config import Config
-from .experience import SOLVED, encode_prompt
+from .engines import make_engine
+from .experience import encode_prompt
 from .memory import pick_slots
 from .parts import check_fit, held_out, make_scorer, pick_device, pick_dtype
 from .randomness import stream
@@ -76,17 +77,20 @@ def evaluate(
     policy: Policy,
     engine: Engine,
     scorer: Scorer,
-    task: str,
-    problems: Sequence[Problem],
+    sets: Mapping[str, Sequence[Problem]],
     config: Config,
     keep: int = 4,
     watch: Callable[[str], None] = lambda text: None,
-) -> Evaluation:
-    """k responses to every problem, with the same random numbers every time: evaluations differ by the policy alone."""
-    how, total = config.eval, len(problems) * config.eval.k
-    prompts = [encode_prompt(policy, problem, config) for problem in problems]
+) -> list[Evaluation]:
+    """k responses to every problem of every set, all sampled at once.
+
+    With the same random numbers every time: evaluations differ by the policy alone.
+    """
+    how = config.eval
+    problems = [problem for chosen in sets.values() for problem in chosen]
+    total = len(problems) * how.k
     rollouts = engine.generate(
-        prompts,
+        [encode_prompt(policy, problem, config) for problem in problems],
         how.k,
         config.rollout.max_new_tokens,
         how.temperature,
@@ -94,21 +98,37 @@ def evaluate(
         top_p=how.top_p,
         progress=lambda done: watch(f"evaluating {done}/{total}"),
     )
+    found, begin = [], 0
+    for name, chosen in sets.items():
+        watch(f"scoring {name}")
+        found.append(_judge(policy, scorer, name, chosen, rollouts[begin : begin + len(chosen)], how.k, keep))
+        begin += len(chosen)
+    return found
+
+
+def _judge(
+    policy: Policy,
+    scorer: Scorer,
+    task: str,
+    problems: Sequence[Problem],
+    rollouts: Sequence[Sequence[Rollout]],
+    k: int,
+    keep: int,
+) -> Evaluation:
     flat = [(problem, r) for problem, group in zip(problems, rollouts, strict=True) for r in group]
-    texts = [policy.decode(r.tokens) for _, r in flat]
+    texts, total = [policy.decode(r.tokens) for _, r in flat], len(flat)
     scores = scorer.score([(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
-    solved = [value > SOLVED for value in scores.values]
-    counts = [sum(solved[i : i + how.k]) for i in range(0, total, how.k)]
+    counts = [sum(scores.solved[i : i + k]) for i in range(0, total, k)]
     levels: dict[int, list[float]] = {}
     for problem, count in zip(problems, counts, strict=True):
-        levels.setdefault(problem.level, []).append(count / how.k)
-    ks = sorted({1, how.k} | {2**i for i in range(20) if 2**i <= how.k})
+        levels.setdefault(problem.level, []).append(count / k)
+    ks = sorted({1, k} | {2**i for i in range(20) if 2**i <= k})
     return Evaluation(
         task=task,
         problems=len(problems),
-        k=how.k,
-        mean=estimate([count / how.k for count in counts]),
-        passed={k: estimate([pass_at_k(count, how.k, k) for count in counts]) for k in ks},
+        k=k,
+        mean=estimate([count / k for count in counts]),
+        passed={n: estimate([pass_at_k(count, k, n) for count in counts]) for n in ks},
         by_level={level: sum(values) / len(values) for level, values in sorted(levels.items())},
         length=sum(len(r.tokens) for _, r in flat) / total,
         truncated=sum(not r.finished for _, r in flat) / total,
@@ -117,7 +137,8 @@ def evaluate(
         samples=[
             {
                 "split": "eval",
-                "group": i // how.k,
+                "task": task,
+                "group": i // k,
                 "prompt": p.prompt,
                 "answer": p.answer,
                 "level": p.level,
@@ -126,19 +147,22 @@ def evaluate(
                 "length": len(r.tokens),
                 "finished": r.finished,
             }
-            for i, (p, r) in enumerate(flat[: keep * how.k])
+            for i, (p, r) in enumerate(flat[: keep * k])
         ],
     )
 
 
-def evaluate_model(config: Config) -> Evaluation:
+def evaluate_model(config: Config) -> list[Evaluation]:
     """``rpg eval``: a model on the held-out problems of a task."""
-    task = load_task(config.task.name, config.seed, config.task.test)
+    task = load_task(
+        config.task.name, config.seed, config.task.test, config.task.prompt_key, config.task.answer_key
+    )
     device = pick_device(config.device)
-    policy = Policy.load(config.model, device=device, dtype=pick_dtype(config.dtype, device))
-    slots = pick_slots(policy, config, held=False, trained=False)
-    engine = NativeEngine(policy.model, policy.tokenizer, slots)
-    problems = held_out(task, config)
-    check_fit(policy, problems, config)
+    policy = Policy.load(
+        config.model, device=device, dtype=pick_dtype(config.dtype, device), options=config.model_options
+    )
+    engine = make_engine(policy, config, pick_slots(policy, config, held=False, trained=False))
+    sets = held_out(task, config)
+    engine.expect(max(check_fit(policy, problems, config) for problems in sets.values()))
     with make_scorer(config, task) as scorer:
-        return evaluate(policy, engine, scorer, task.evaluated, problems, config)
+        return evaluate(policy, engine, scorer, sets, config)

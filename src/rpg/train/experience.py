@@ -15,19 +15,22 @@ from ..advantages import soft_overlong_penalty
 from ..algorithms import Algorithm
 from ..policy import Policy
 from ..rollout import Engine, Rollout
-from ..tasks import ENDLESS, Problem, Scorer, Task
+from ..tasks import ENDLESS, Problem, Scorer, Scores, Task
+from ..tasks.templates import fill
 from .config import Config
 from .randomness import permutation, stream
 
-SOLVED = 0.5  # responses with a larger reward count as solved
+LONG_IN_A_ROW = 1000  # prompts without end that are all too long, after which it is no accident
 
 
 @dataclass(frozen=True)
 class Response:
     rollout: Rollout
     text: str
-    score: float  # what the reward function said
+    score: float  # what the reward function said, or the sum of several
     penalty: float = 0.0  # of an overlong response, at most 0
+    solved: bool = False
+    parts: dict[str, float] = field(default_factory=dict)  # of a score that is a sum, without their weights
 
     @property
     def reward(self) -> float:
@@ -49,7 +52,7 @@ class Group:
         return max(r.score for r in self.responses) - min(r.score for r in self.responses) > 1e-9
 
     def share_solved(self) -> float:
-        return sum(r.score > SOLVED for r in self.responses) / len(self.responses)
+        return sum(r.solved for r in self.responses) / len(self.responses)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Experience:
                 "level": group.problem.level,
                 "response": response.text,
                 "reward": response.reward,
+                "solved": response.solved,
+                **({"parts": response.parts} if response.parts else {}),
                 "advantage": advantages[i] if advantages is not None else 0.0,
                 "length": len(response.rollout.tokens),
                 "finished": response.rollout.finished,
@@ -101,7 +106,9 @@ class Experience:
         return {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(unbiased=False)),
-            "reward/solved": sum(r.score > SOLVED for r in responses) / len(responses),
+            "reward/solved": sum(r.solved for r in responses) / len(responses),
+            **self._solved_by_source(),
+            **{f"reward/part/{p}": sum(r.parts[p] for r in responses) / len(responses) for p in responses[0].parts},
             "reward/overlong": sum(r.penalty for r in responses) / len(responses),
             "reward/failed": sum(self.failures.values()),
             "groups/kept": len(self.groups),
@@ -114,6 +121,13 @@ class Experience:
             "length/truncated": sum(not r.rollout.finished for r in responses) / len(responses),
             "tokens": float(lengths.sum()),
         }
+
+    def _solved_by_source(self) -> dict[str, float]:
+        """Where this step has problems from several."""
+        shares: dict[str, list[float]] = {}
+        for group in sorted(self.sampled, key=lambda group: group.problem.source):
+            shares.setdefault(group.problem.source or "other", []).append(group.share_solved())
+        return {f"reward/solved/{s}": sum(x) / len(x) for s, x in shares.items()} if len(shares) > 1 else {}
 
 
 @dataclass
@@ -166,7 +180,7 @@ class Collector:
             count = missing
             if self.dynamic:
                 count = math.ceil(missing * min(sampling.oversample / max(self.cursor.keep_rate, 0.1), 4))
-            groups, found = self._sample(self._next(count), stream(self.config.seed, "rollout", step, rounds), seconds)
+            groups, found = self._sample(count, stream(self.config.seed, "rollout", step, rounds), seconds)
             rounds += 1
             sampled += groups
             kept += [group for group in groups if group.informative or not self.dynamic]
@@ -185,25 +199,37 @@ class Collector:
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
-    def _next(self, count: int) -> list[Problem]:
-        """The next problems: endless tasks in their order, files shuffled anew in every pass."""
-        begin, size = self.cursor.problem, len(self.task.train)
-        self.cursor.problem += count
+    def _next(self, count: int) -> list[tuple[Problem, list[int]]]:
+        """The next problems and their tokens: endless tasks in their order, files shuffled anew in every pass.
+
+        Prompts that are too long are left out.
+        """
+        found: list[tuple[Problem, list[int]]] = []
+        size, long = len(self.task.train), 0
         endless = size >= ENDLESS
-        return [
-            self.task.train[i if endless else int(self._shuffled(i // size)[i % size])]
-            for i in range(begin, begin + count)
-        ]
+        while len(found) < count:
+            i = self.cursor.problem
+            self.cursor.problem += 1
+            problem = self.task.train[i if endless else int(self._shuffled(i // size)[i % size])]
+            try:
+                found.append((problem, encode_prompt(self.policy, problem, self.config)))
+                long = 0
+            except PromptTooLong:
+                long += 1
+                if long >= (LONG_IN_A_ROW if endless else 2 * size):
+                    raise
+        return found
 
     def _shuffle(self, epoch: int) -> Any:
         return permutation(len(self.task.train), self.config.seed, "problems", epoch)
 
     # ---- rollouts and rewards ----------------------------------------------------------------------------------------
 
-    def _sample(self, problems: list[Problem], seed: int, seconds: dict[str, float]) -> tuple[list[Group], Any]:
+    def _sample(self, count: int, seed: int, seconds: dict[str, float]) -> tuple[list[Group], Scores]:
         sampling = self.config.rollout
         start = perf_counter()
-        prompts = [encode_prompt(self.policy, problem, self.config) for problem in problems]
+        chosen = self._next(count)
+        problems, prompts = [problem for problem, _ in chosen], [ids for _, ids in chosen]
         total = len(prompts) * sampling.samples
         how = {"top_p": sampling.top_p, "top_k": sampling.top_k}
         rollouts = self.engine.generate(
@@ -226,8 +252,15 @@ class Collector:
         scores = self.scorer.score([(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
         penalties = self._penalties([r for _, r in flat])
         responses = [
-            Response(r, text, score, penalty)
-            for (_, r), text, score, penalty in zip(flat, texts, scores.values, penalties, strict=True)
+            Response(
+                rollout=r,
+                text=texts[i],
+                score=scores.values[i],
+                penalty=penalties[i],
+                solved=scores.solved[i],
+                parts={name: values[i] for name, values in scores.parts.items()},
+            )
+            for i, (_, r) in enumerate(flat)
         ]
         groups = [
             Group(
@@ -255,11 +288,17 @@ class PromptTooLong(ValueError):
 
 def encode_prompt(policy: Policy, problem: Problem, config: Config) -> list[int]:
     """The prompt's tokens, in its template; a prompt that is too long is an error."""
-    text = problem.prompt if config.task.template is None else config.task.template.replace("{prompt}", problem.prompt)
-    ids = policy.encode(text, config.task.chat)
+    ids = policy.encode(*prompt_parts(problem, config), options=config.task.chat_options)
     if len(ids) > config.rollout.max_prompt_tokens:
         limit = config.rollout.max_prompt_tokens
         raise PromptTooLong(
             f"a prompt has {len(ids)} tokens, more than rollout.max_prompt_tokens={limit}: {problem.prompt[:60]!r}"
         )
     return ids
+
+
+def prompt_parts(problem: Problem, config: Config) -> tuple[str, bool | None, str | None]:
+    """(text, chat, system prompt): the run's settings go before what the dataset brings along."""
+    own = config.task
+    text = fill(problem.template if own.template is None else own.template, problem.prompt)
+    return text, own.chat, (problem.system if own.system is None else own.system) or None

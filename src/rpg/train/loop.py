@@ -22,11 +22,12 @@ import torch
 from safetensors import SafetensorError
 
 from ..policy import Policy
-from ..rollout import NativeEngine, NotFinite
+from ..rollout import NotFinite
 from ..tasks import RewardError, Task, load_task
 from . import checkpoint
 from .batch import make_batch, with_advantages
 from .config import Config
+from .engines import make_engine
 from .evaluate import evaluate
 from .experience import Collector, Cursor, Experience, PromptTooLong
 from .logs import RunLogs, write_summary, write_whole
@@ -53,6 +54,7 @@ EXPECTED = (
 # what may differ when a run is resumed
 FREE = (
     "steps",
+    "minutes",
     "output",
     "device",
     "log.",
@@ -151,18 +153,28 @@ class Trainer:
         self.algorithm = resolve(config)
         for text in warnings_about(self.algorithm, config):
             self._warn(text)
-        self.task: Task = load_task(config.task.name, config.seed, config.task.test)
+        own = config.task
+        self.task: Task = load_task(own.name, config.seed, own.test, own.prompt_key, own.answer_key)
+        for text in self.task.notes:
+            self.view.message(text)
         sampling, device = config.rollout, pick_device(config.device)
         # auto depends on the device, on which a resumed run need not be
         self.dtype = pick_dtype(config.dtype if found is None else found.state["dtype"], device)
         weights = config.model if found is None else str(found.model_folder)
-        self.policy = Policy.load(weights, device=device, dtype=self.dtype, temperature=sampling.temperature)
+        self.policy = Policy.load(
+            weights,
+            device=device,
+            dtype=self.dtype,
+            temperature=sampling.temperature,
+            options=config.model_options if found is None else None,
+            peft=config.peft,
+        )
         held = rule_of(self.algorithm, config.reference) != "old"
         slots = pick_slots(self.policy, config, held)
-        self.engine = NativeEngine(self.policy.model, self.policy.tokenizer, slots, self._warn)
-        self.problems = held_out(self.task, config)
-        longest = check_train(self.policy, self.task, config), check_fit(self.policy, self.problems, config)
-        self.engine.expect(max(longest))
+        self.engine = make_engine(self.policy, config, slots, self._warn)
+        self.problems = held_out(self.task, config)  # by name
+        longest = [check_fit(self.policy, problems, config) for problems in self.problems.values()]
+        self.engine.expect(max(check_train(self.policy, self.task, config), *longest))
         self.scorer = make_scorer(config, self.task)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.reference = Reference(self.policy, rule_of(self.algorithm, config.reference), config.reference)
@@ -176,7 +188,8 @@ class Trainer:
         self.done = 0  # steps
         self.tokens_total = 0
         self.starved = 0  # steps in a row
-        self.evals: list[dict[str, Any]] = []  # {"step", "mean", "low", "high"}
+        self.evals: list[dict[str, Any]] = []  # {"step", "mean" over all sets, "sets": {name: {"mean", "low", "high"}}}
+        self.spent = 0.0  # seconds of steps, without evaluations and checkpoints
         self.seconds_before = 0.0  # of this run, before it was resumed
         self.started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.begin = time.perf_counter()
@@ -222,7 +235,7 @@ class Trainer:
     def _loop(self, logs: RunLogs) -> None:
         if self.done == 0:
             self._begin(logs)
-        while self.done < self.config.steps and self.stop.by is None:
+        while self.done < self.config.steps and self.stop.by is None and not self._out_of_time:
             self.step(self.done + 1, logs)
             if self.starved >= MAX_STARVED:
                 break
@@ -233,9 +246,15 @@ class Trainer:
         """The run's status, and what there is to say about it."""
         if self.starved >= MAX_STARVED:
             return "finished", self._starvation()
+        if self._out_of_time:
+            return "finished", f"ended after step {self.done}: its {self.config.minutes:g} minutes are over"
         if self.stop.by is not None and self.done < self.config.steps:
             return "stopped", f"stopped by {self.stop.by} after step {self.done}; {self._resuming}"
         return "finished", ""
+
+    @property
+    def _out_of_time(self) -> bool:
+        return self.config.minutes is not None and self.spent >= 60 * self.config.minutes
 
     @property
     def _resuming(self) -> str:
@@ -257,6 +276,7 @@ class Trainer:
             self.starved = 0
             metrics, advantages = self._learn(experience, step)
             row |= metrics
+            self.engine.sync()
         renewed = self.reference.after_step(step, self.policy, row.get("kl/ref"))
         if self.reference.policy is not None:
             row["reference/updated"] = float(renewed)
@@ -271,7 +291,8 @@ class Trainer:
         row |= {"tokens_total": self.tokens_total}
         logs.samples(step, experience.samples(self.config.log.samples, advantages))
 
-        last = step == self.config.steps or self.starved >= MAX_STARVED
+        self.spent += time.perf_counter() - begin
+        last = step == self.config.steps or self.starved >= MAX_STARVED or self._out_of_time
         due = self.config.eval.every and step % self.config.eval.every == 0
         best = False  # until now, and worth keeping
         if (due or last) and not self._hopeless:
@@ -327,21 +348,26 @@ class Trainer:
 
     def _evaluate(self, step: int, logs: RunLogs) -> dict[str, float]:
         with averaged_weights(self.optimizer):
+            if self._schedule_free:
+                self.engine.sync()
             found = evaluate(
-                self.policy,
-                self.engine,
-                self.scorer,
-                self.task.evaluated,
-                self.problems,
-                self.config,
-                watch=self.view.stage,
+                self.policy, self.engine, self.scorer, self.problems, self.config, watch=self.view.stage
             )
-        logs.samples(step, found.samples)
-        self.collector.count(found.failures)
-        for text in found.messages:
-            self._warn(f"reward function: {text}")
-        self.evals.append({"step": step, "mean": found.mean.mean, "low": found.mean.low, "high": found.mean.high})
-        return found.metrics()
+        if self._schedule_free:
+            self.engine.sync()
+        row: dict[str, float] = {}
+        for one in found:
+            logs.samples(step, one.samples)
+            self.collector.count(one.failures)
+            for text in one.messages:
+                self._warn(f"reward function: {text}")
+            row |= one.metrics()
+        sets = {e.task: {"mean": e.mean.mean, "low": e.mean.low, "high": e.mean.high} for e in found}
+        mean = sum(e.mean.mean for e in found) / len(found)
+        self.evals.append({"step": step, "mean": mean, "sets": sets})
+        if len(found) > 1:
+            row["eval/mean"] = mean
+        return row
 
     def _starvation(self) -> str:
         return (
@@ -353,6 +379,8 @@ class Trainer:
     # ---- checkpoints, summary, report --------------------------------------------------------------------------------
 
     def save(self, logs: RunLogs) -> None:
+        if self.config.checkpoint.keep == 0:
+            return
         start = time.perf_counter()
         self.view.stage("saving")
         tensors = {"optimizer": optimizer_tensors(self.optimizer, self.policy.parameters())}
@@ -371,6 +399,7 @@ class Trainer:
             "mismatch": self.old_logp.measured,
             "dtype": str(self.dtype).removeprefix("torch."),
             "evals": self.evals,
+            "spent": self.spent,
             "started": self.started,
             "seconds": self.seconds(),
             "threads": torch.get_num_threads(),
@@ -388,7 +417,12 @@ class Trainer:
     @property
     def _averaging(self) -> bool:
         """Whether what is trained is neither in model/ nor, as masters are, in the optimiser's state."""
-        return isinstance(self.optimizer.optimizer, ScheduleFreeAdamW) and not self.optimizer.all_rounded
+        return self._schedule_free and not self.optimizer.all_rounded
+
+    @property
+    def _schedule_free(self) -> bool:
+        """Whether what is evaluated and shipped is not what is trained."""
+        return isinstance(self.optimizer.optimizer, ScheduleFreeAdamW)
 
     def _write_model(self, folder: Path) -> None:
         with averaged_weights(self.optimizer):
@@ -423,6 +457,7 @@ class Trainer:
         self.collector.cursor = Cursor(**state["cursor"])
         self.updater.bad_steps, self.starved = state["bad_steps"], state["starved"]
         self.saved = found.step
+        self.spent = state["spent"]
         self.done, self.tokens_total, self.evals = state["step"], state["tokens_total"], state["evals"]
         self.started, self.seconds_before = state["started"], state["seconds"]
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..models.adapters import adapted
 from ..policy import Policy
 from .batch import Batch, micro_batches
 from .config import Config
@@ -33,7 +34,8 @@ class Memory:
     gradients: int
     """the sums, and those of the micro-batch where they are in half precision"""
     reference: int
-    """a second set of weights, if one is held; a moving average of half precision also in float32"""
+    """a second set of weights, or of the adapter's, if one is held; a moving average of half precision also in
+    float32"""
     cache: int
     """keys and values of the engine, all slots full"""
     activations: int
@@ -45,25 +47,36 @@ class Memory:
 
 
 def estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, reference: bool, logits: bool) -> Memory:
-    """``reference``: a copy of the model is held; ``logits``: those of all tokens are, as the head is no part apart."""
-    parameters = list(model.parameters())
-    size = parameters[0].element_size()
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    full, half = max(size, 4), size < 4
-    shape, rollout = Shape.of(model.config.get_text_config()), config.rollout
+    """``reference``: one is held; ``logits``: those of all tokens are, as the head is no part apart."""
+    weights = [(p.numel(), p.element_size()) for p in model.parameters()]
+    trained = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
+    size = weights[0][1]  # of the embedding, and of all that is not an adapter
+    rollout, shape = config.rollout, Shape.of(model.config.get_text_config())
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     tokens = max(micro_tokens, longest)  # a sequence is not cut
-    averages = half and config.reference.update == "ema"  # see Reference
     return Memory(
-        weights=weights,
-        masters=trained * full if half else 0,
-        moments=2 * trained * full,
-        gradients=trained * (full + size if half else full),
-        reference=weights + averages * weights // size * full if reference else 0,
+        weights=_bytes(weights),
+        masters=sum(n * 4 for n, size in trained if size < 4),
+        moments=2 * sum(n * max(size, 4) for n, size in trained),
+        gradients=sum(n * (4 + size if size < 4 else size) for n, size in trained),
+        reference=_reference(weights, trained, adapted(model), config) if reference else 0,
         cache=(rollout.slots or MOST_SLOTS) * longest * shape.layers * 2 * shape.key_width * size,
         activations=tokens * shape.activation_bytes(size, recompute, logits),
     )
+
+
+def _bytes(parameters: list[tuple[int, int]]) -> int:
+    return sum(n * size for n, size in parameters)
+
+
+def _reference(weights: list[tuple[int, int]], trained: list[tuple[int, int]], adapter: bool, config: Config) -> int:
+    """A copy of the weights; of an adapter's where there is one, and nothing where the initial model is meant, which is
+    the model with its adapter off. See Reference."""
+    if adapter and config.reference.update in ("auto", "frozen"):
+        return 0
+    copied = trained if adapter else weights
+    averages = sum(n * 4 for n, size in copied if size < 4) if config.reference.update == "ema" else 0
+    return _bytes(copied) + averages
 
 
 def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True) -> int:
@@ -75,11 +88,15 @@ def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True)
 
 def slots_for(model: Any, config: Config, available: int, held: bool, trained: bool = True) -> int:
     """Half of what weights and, where it is trained, optimiser and gradients leave goes to keys and values, half to
-    activations."""
-    memory = estimate(model, config, 0, True, held, logits=False)
+    activations. Where that is room for few, as with long responses, activations get no more than they need."""
+    optim = config.optim
+    recompute = can_recompute(model) if optim.recompute is None else optim.recompute
+    memory = estimate(model, config, optim.micro_tokens or ENOUGH_TOKENS, recompute, held, logits=False)
     fixed = memory.total - memory.cache - memory.activations if trained else memory.weights
-    each = memory.cache // (config.rollout.slots or MOST_SLOTS)
-    slots = max(0, available - fixed) // 2 // max(1, each)
+    each = max(1, memory.cache // (config.rollout.slots or MOST_SLOTS))
+    slots = max(0, available - fixed) // 2 // each
+    if trained:
+        slots = max(slots, min(SLOTS, (available - fixed - memory.activations) // each))
     return min(MOST_SLOTS, slots - slots % SLOTS if slots > SLOTS else max(1, slots))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -11,40 +11,107 @@ from ..clipping import Unweighted
 from ..mismatch import MIS, TIS, IcePop, Mismatch, SequenceMask
 from ..names import one_of
 from ..policy import Policy
-from ..tasks import ENDLESS, Problem, Scorer, Task
+from ..tasks import ENDLESS, Problem, Scorer, Task, finite
+from ..tasks.rewards import make_reward
 from .config import Config
-from .experience import encode_prompt
+from .experience import PromptTooLong, encode_prompt, prompt_parts
 
 
 def make_scorer(config: Config, task: Task) -> Scorer:
     own = config.task
     scorer = Scorer(
-        own.reward or task.reward,
-        trusted=own.reward is None and task.trusted,
+        make_reward(own.reward, own.rewards, task, own.template),
         workers=own.workers,
         timeout=own.timeout,
         on_error=own.on_error,
+        memory_gb=own.memory_gb,
     )
     scorer.start()
     return scorer
 
 
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def held_out(task: Task, config: Config) -> dict[str, list[Problem]]:
+    """The problems to evaluate on, by the name of their set."""
+    sets = {name: list(problems[: config.eval.problems]) for name, problems in task.tests.items()}
+    empty = [name for name, problems in sets.items() if not problems]
+    if empty or not sets:
+        which = f"task {config.task.name!r}" if len(sets) < 2 else f"test set {empty[0]!r}"
+        raise ValueError(f"{which} has no held-out problems: name some with --task.test")
+    return sets
+
+
 def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> int:
     """Prompts and responses have to fit into the model. Gives the length of the longest prompt."""
-    longest, unknown = 0, policy.unknown_ids
-    for problem in problems:
-        ids = encode_prompt(policy, problem, config)
-        longest = max(longest, len(ids))
-        if unknown.intersection(ids):
-            raise ValueError(
-                f"the model's tokenizer does not know all characters of the prompt {problem.prompt[:60]!r}"
-            )
+    longest = max((_length(policy, problem, config) for problem in problems), default=0)
+    _check_context(policy, longest, config)
+    return longest
+
+
+def check_train(policy: Policy, task: Task, config: Config, warn: Callable[[str], None] = lambda text: None) -> int:
+    """The problems to train on, as far as they can be looked at; as check_fit, but what is too long is left out.
+
+    A text has at most as many tokens as bytes: where the tokenizer knows every byte, what is shorter in bytes than the
+    longest prompt is in tokens need not be looked at.
+    """
+    if not len(task.train):
+        raise ValueError(f"task {config.task.name!r} has no problems to train on")
+    problems = task.train
+    if len(problems) >= ENDLESS:  # the first, and of a mixture all of the parts that have an end
+        problems = list({problem.prompt: problem for problem in [*finite(task.train), *task.train[:64]]}.values())
+    sizes = [(_bytes(problem, config), i) for i, problem in enumerate(problems)]
+    wrapping = len(policy.encode("", config.task.chat, options=config.task.chat_options)) + 16
+    bounded = _knows_every_byte(policy)
+    longest, too_long = 0, []
+    for size, i in sorted(sizes, reverse=True):
+        if bounded and size + wrapping <= longest:
+            break
+        try:
+            longest = max(longest, _length(policy, problems[i], config))
+        except PromptTooLong as error:
+            too_long.append(error)
+    if len(too_long) == len(problems):
+        raise too_long[0]
+    if too_long:
+        warn(
+            f"{len(too_long)} of {len(problems)} prompts are left out: "
+            f"they have more than rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} tokens"
+        )
+    _check_context(policy, longest, config)
+    return longest
+
+
+def _length(policy: Policy, problem: Problem, config: Config) -> int:
+    ids = encode_prompt(policy, problem, config)
+    if policy.unknown_ids.intersection(ids):
+        raise ValueError(f"the model's tokenizer does not know all characters of the prompt {problem.prompt[:60]!r}")
+    return len(ids)
+
+
+def _knows_every_byte(policy: Policy) -> bool:
+    try:
+        ids = policy.encode("\u0378\U000e0123", chat=False)  # characters in no vocabulary but as bytes
+    except Exception:  # of tokenizers: one that knows neither the characters nor a token for the unknown
+        return False
+    return len(ids) > 1 and not policy.unknown_ids.intersection(ids)
+
+
+def _bytes(problem: Problem, config: Config) -> int:
+    text, _, system = prompt_parts(problem, config)
+    return len(text.encode("utf-8", "surrogatepass")) + len((system or "").encode("utf-8", "surrogatepass"))
+
+
+def _check_context(policy: Policy, longest: int, config: Config) -> None:
     new, context = config.rollout.max_new_tokens, policy.context
     if context is not None and longest + new > context:
         raise ValueError(
             f"a prompt of {longest} tokens and rollout.max_new_tokens={new} do not fit into the {context} of the model"
         )
-    return longest
+
+
+# ---- algorithm -------------------------------------------------------------------------------------------------------
 
 
 MISMATCH: dict[str, Mismatch] = {"tis": TIS(), "icepop": IcePop(), "mis": MIS(), "sequence-mask": SequenceMask()}
@@ -122,18 +189,3 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.float32
     with torch.cuda.device(device):
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-
-
-def held_out(task: Task, config: Config) -> list[Problem]:
-    """The problems to evaluate on."""
-    problems = list(task.test[: config.eval.problems])
-    if not problems:
-        raise ValueError(f"task {config.task.name!r} has no held-out problems: name some with --task.test")
-    return problems
-
-
-def check_train(policy: Policy, task: Task, config: Config) -> int:
-    """The problems to train on, where they can all be looked at; as check_fit."""
-    if not len(task.train):
-        raise ValueError(f"task {config.task.name!r} has no problems to train on")
-    return check_fit(policy, task.train[:64] if len(task.train) >= ENDLESS else task.train, config)

@@ -1,15 +1,20 @@
-"""The policy that anchors the KL term: the sampling policy itself, or a copy that is renewed by a rule."""
+"""The policy that anchors the KL term: the sampling policy itself, or a copy that is renewed by a rule.
+
+Where an adapter is trained, the copy is one of the adapter's weights, or none at all: the model with the adapter off.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..algorithms import Algorithm
+from ..models import adapters
 from ..policy import Policy
 from .batch import Batch, micro_batches
 from .config import ReferenceConfig
@@ -31,15 +36,22 @@ def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
 class Reference:
     """``policy`` is None where the reference is the sampling policy: no second model is held.
 
+    Where an adapter is trained, ``policy`` is the trained one, which is scored with the weights in ``adapter`` instead
+    of its own, or with its adapter off: a frozen reference of an adapter that began as nothing.
     A moving average of weights in half precision is kept in float32, as its steps are too small for half precision.
     """
 
     def __init__(self, policy: Policy, rule: str, config: ReferenceConfig):
         self.rule, self.config = rule, config
         self.policy: Policy | None = None
+        self.adapter: dict[str, Tensor] | None = None
         self.average_kl = 0.0  # moving average of the KL per token from the reference
         self.renewals = 0
-        if rule != "old":
+        if rule != "old" and policy.adapted:
+            self.policy = policy
+            if rule != "frozen" or not policy.fresh:
+                self.adapter = {name: x.clone() for name, x in adapters.weights(policy.model).items()}
+        elif rule != "old":
             model = copy.deepcopy(policy.model).requires_grad_(False)
             self.policy = Policy(model, policy.tokenizer, policy.temperature)
         self.averages = {name: x.float() for name, x in self._weights().items() if rule == "ema" and x.dtype in HALF}
@@ -47,7 +59,17 @@ class Reference:
     @torch.no_grad()
     def logp(self, batch: Batch, micro_tokens: int | None) -> Tensor | None:
         """[B,T], or None where the reference is the sampling policy."""
-        return None if self.policy is None else batch_logp(self.policy, batch, micro_tokens)
+        if self.policy is None:
+            return None
+        with self._adapter():
+            return batch_logp(self.policy, batch, micro_tokens)
+
+    def _adapter(self) -> AbstractContextManager[None]:
+        """Within, the policy is the reference."""
+        if self.policy is None or not self.policy.adapted:
+            return nullcontext()
+        model = self.policy.model
+        return adapters.switched_off(model) if self.adapter is None else adapters.swapped_in(model, self.adapter)
 
     @torch.no_grad()
     def after_step(self, step: int, policy: Policy, kl: float | None) -> bool:
@@ -71,7 +93,7 @@ class Reference:
         return due
 
     def _blend(self, policy: Policy, share: float) -> None:
-        for (name, own), new in zip(self._weights().items(), _floating(policy.model).values(), strict=True):
+        for (name, own), new in zip(self._weights().items(), _weights(policy).values(), strict=True):
             if share == 1:
                 own.copy_(new)
             elif name in self.averages:
@@ -80,24 +102,43 @@ class Reference:
                 own.lerp_(new.to(own.dtype), share)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {} if self.policy is None else _floating(self.policy.model)
+        if self.policy is None:
+            return {}
+        return (self.adapter or {}) if self.policy.adapted else _weights(self.policy)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         if self.policy is None:
             return {}
-        return dict(self.policy.model.state_dict()) | {AVERAGE + name: x for name, x in self.averages.items()}
+        own = self._weights() if self.policy.adapted else self.policy.model.state_dict()
+        return dict(own) | {AVERAGE + name: x for name, x in self.averages.items()}
 
     def state(self) -> dict[str, Any]:
-        return {"rule": self.rule, "average_kl": self.average_kl, "renewals": self.renewals}
+        held = bool(self._weights())
+        return {"rule": self.rule, "average_kl": self.average_kl, "renewals": self.renewals, "held": held}
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """``tensors``: nothing where the state says that none are held."""
         self.average_kl, self.renewals = state["average_kl"], state["renewals"]
-        if self.policy is not None:
-            self.policy.model.load_state_dict({k: x for k, x in tensors.items() if not k.startswith(AVERAGE)})
-            for name, x in self.averages.items():
-                x.copy_(tensors[AVERAGE + name])
+        if self.policy is None:
+            return
+        if not state["held"]:
+            self.adapter = None  # the adapter began as nothing, in the process that began the run
+            return
+        own = {name: x for name, x in tensors.items() if not name.startswith(AVERAGE)}
+        if self.adapter is None:
+            self.policy.model.load_state_dict(own)
+        else:
+            for name, x in self.adapter.items():
+                x.copy_(own[name])
+        for name, x in self.averages.items():
+            x.copy_(tensors[AVERAGE + name])
+
+
+def _weights(policy: Policy) -> dict[str, Tensor]:
+    """What a reference has a copy of."""
+    return adapters.weights(policy.model) if policy.adapted else _floating(policy.model)
 
 
 def _floating(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -44,11 +44,14 @@ def summarise(run: Trainer, status: str, message: str) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-    if run.evals:
-        first, last, best = run.evals[0], run.evals[-1], best_of(run.evals)
-        found["eval"][run.task.evaluated] = {
+    for name in run.problems if run.evals else ():
+        scores = [{"step": e["step"], **e["sets"][name]} for e in run.evals if name in e["sets"]]
+        if not scores:
+            continue
+        last, best = scores[-1], best_of(scores)
+        found["eval"][name] = {
             "metric": f"mean@{config.eval.k}",
-            "first": first["mean"],
+            "first": scores[0]["mean"],
             "last": last["mean"],
             "last_low": last["low"],
             "last_high": last["high"],

@@ -284,6 +284,8 @@ class OldLogp:
     that the step before has measured is no more; the first step computes them. At sequence level the δ of hundreds of
     tokens add up, against a clip range of GSPO's 3e-4 too: there they are always computed anew. A mismatch rule needs
     both. With top-p or top-k the engine's are of the truncated distribution, and taken unless a setting says otherwise.
+
+    vLLM computes with kernels of its own, whatever the precision: with it they are computed anew unless told otherwise.
     """
 
     def __init__(self, config: Config, rule: PolicyLoss, dtype: torch.dtype):
@@ -293,7 +295,8 @@ class OldLogp:
         if setting == "engine" and corrects:
             raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to correct: auto or recompute")
         exact = dtype in (torch.float32, torch.float64) or rollout.top_p < 1 or rollout.top_k > 0
-        self.always = setting == "recompute" or corrects or (setting == "auto" and not exact and rule.level != "token")
+        wary = rollout.engine == "vllm" or (not exact and rule.level != "token")
+        self.always = setting == "recompute" or corrects or (setting == "auto" and wary)
         self.never = not self.always and (setting == "engine" or exact)
 
     @property

@@ -1,0 +1,302 @@
+r"""How fast and how strict rpg.tasks.verify is, beside math-verify and TRL's accuracy_reward, in one run.
+
+    python benchmarks/verification.py [--items 2000] [--workers 2]
+    python benchmarks/verification.py --fuzz 10000 [--seed 0]
+
+Every item is a different response, so that no cache of verdicts helps; truths repeat, as they do in training (eight
+responses a truth). "math-verify" is verify(parse(truth), parse(response)) with its own time limits, as its README has
+it; "TRL" is trl.rewards.accuracy_reward of the TRL installed (pip install 'rpg-rl[audit]'). The last table takes the
+pairs of tests/tasks/pairs, each judged by hand: where the three differ from that judgement. --fuzz verifies random
+answers made of fragments of LaTeX, of mutations of true answers and of hostile ones: none may hang, raise or kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import yaml
+
+from rpg.tasks import Scorer, verify, worker
+from rpg.tasks.verify import verdict
+
+PAIRS = Path(__file__).parents[1] / "tests" / "tasks" / "pairs"
+Item = tuple[str, str, bool]  # response, truth, is it right
+SAMPLES = 8  # responses a truth
+
+LATEX = r"""
+\frac \frac{1}{2} \sqrt{ \sqrt ^{ _{ \left( \right) \{ \} \pi \infty \pm \mp \cup \cdot \times \text{cm} \text{ \mathrm{
+\begin{pmatrix} \end{pmatrix} \\ \boxed{ \le \ge \ne \in \approx \sin \log_2 \ln \binom{9}{3} \sum_{k=1}^{ \int_0^1
+\lim_{x\to0} \overline{3} \circ \% \$ \! 1,234 10^{10} 9^{9 99! e^{i\pi} 0.\overline{9} #### </think> <answer> ４２ 答案
+"""
+FRAGMENTS = [
+    *LATEX.split(),
+    *"0123456789xyzabein+-*/^_=<>(){}[]|,;:.!%$&~'\" \n\t",
+    *"\u202e\u200b\x00\ud800\U0001d7d8\ue000½²−√∞π≤é",
+    *(" or ", " and ", "answer is "),
+]
+SHORT = r"""
+9^{9^{9^9}} 10^{10!} 10^{10}! 9999! (9999!)! (x+y)^{9999} ((9^{99})^{99})^{99} (a+b+c+d)^{60} e^{e^{e^{e^{79}}}}
+\Gamma(10^{9}) (1+10^{-9999})^{9999} \sum_{k=1}^{10^9}\frac{1}{k} \int_0^1x^xdx \prod_{k=1}^{10^9}k \sin(10^{4000})
+\lfloor10^{4000}\pi\rfloor \cos(\frac{\pi}{65537}) \binom{9999}{4999} \gcd(10^{999},10^{888}) x^{x^{x^{x^{x}}}}
+\frac{(x+1)^{300}-(x-1)^{300}}{(x+2)^{300}}
+"""
+HOSTILE = [
+    *SHORT.split(),
+    *(
+        word * 100
+        for word in ("\\frac{", "\\sqrt{", "\\left(", "\\{", "\\begin{pmatrix}", "\\pm x", "x=", "x<", "x or ")
+    ),
+    *("\u202e42", "4\x002", "\ud8002", "\\frac{" * 90 + "1" + "}{2}" * 90, "\\{" * 100 + "\\}" * 100),
+    *("1" * 10**6, "x" * 10**5, "{" * 50_000 + "}" * 50_000),
+    "+".join(f"\\sqrt{{{i}}}" for i in range(2, 40)),
+    ",".join(f"\\sqrt{{{i}}}" for i in range(50)),
+]
+TRUTHS = [
+    "42",
+    "\\frac{3}{4}",
+    "\\sqrt{2}",
+    "x^2+1",
+    "(1,\\sqrt{2})",
+    "y=2x+1",
+    "[0,\\pi)",
+    "\\{1,\\sqrt{3}\\}",
+    "\\text{(B)}",
+]
+
+
+# ---- items -----------------------------------------------------------------------------------------------------------
+
+
+def gsm8k(rng: random.Random, count: int) -> Iterator[Item]:
+    """Whole numbers and money at the end of a few sentences."""
+    for i in range(count):
+        truth = rng.randint(1, 20000) if i % SAMPLES == 0 else truth  # noqa: F821
+        right = rng.random() < 0.5
+        given = truth if right else truth + rng.choice([-10, -1, 1, 7, 100])
+        text = rng.choice([f"{given}", f"{given:,}", f"\\${given}", f"{given}.00", f"{given} dollars"])
+        form = rng.choice(["#### {}", "\\boxed{{{}}}", "The answer is {}.", "Answer: {}"])
+        yield f"Step {i}: we add, then multiply, and find it.\n" * 3 + form.format(text), str(truth), right
+
+
+def mathematics(rng: random.Random, count: int) -> Iterator[Item]:
+    """Surds, fractions, polynomials, points, intervals and equations, each written in another way than the truth."""
+    for i in range(count):
+        if i % SAMPLES == 0:
+            a, b, c, kind = rng.randint(2, 30), rng.randint(2, 9), rng.randint(1, 40), rng.randrange(6)
+        right = rng.random() < 0.5
+        d = b if right else b + 1
+        n = f"{i}"  # a different response each time
+        truth, given = [
+            (f"{a}\\sqrt{{{b}}}+{c}", f"{c}+\\frac{{{a * d}}}{{\\sqrt{{{b}}}}}"),
+            (f"\\frac{{{a}}}{{{b}}}", f"\\dfrac{{{3 * a}}}{{{3 * d}}}"),
+            (f"x^2+{a + b}x+{a * b}", f"(x+{a})(x+{d})"),
+            (f"({a}, \\frac{{\\pi}}{{{b}}})", f"\\left({a},\\frac{{1}}{{{d}}}\\pi\\right)"),
+            (f"[{c},\\sqrt{{{a * a * b}}})", f"{c} \\le x < {a}\\sqrt{{{d}}}"),
+            (f"y = {a}x - {b}", f"{a}x - y - {d} = 0"),
+        ][kind]  # fmt: skip
+        yield f"Attempt {n}: it follows that $\\boxed{{{given}}}$.", truth, right
+
+
+def hostile(rng: random.Random, count: int) -> Iterator[Item]:
+    for i in range(count):
+        yield f"Attempt {i}: $\\boxed{{{HOSTILE[i % len(HOSTILE)]}}}$", rng.choice(TRUTHS), False
+
+
+def fuzzed(seed: int, count: int) -> Iterator[tuple[str, str]]:
+    """(response, truth)"""
+    rng = random.Random(seed)
+    known = [pair[1] for pair in judged()] + TRUTHS
+    forms = ["\\boxed{{{}}}"] * 6 + ["#### {}", "Answer: {}", "<answer>{}</answer>", "The answer is {}.", "{}"]
+    for _ in range(count):
+        truth = rng.choice(known)
+        kind = rng.random()
+        if kind < 0.4:
+            given = "".join(rng.choice(FRAGMENTS) for _ in range(rng.randint(1, 25)))
+        elif kind < 0.8:
+            given = mutated(rng, rng.choice(known) if rng.random() < 0.5 else truth)
+        elif kind < 0.95:
+            given = "".join(
+                chr(rng.choice([rng.randrange(32, 127), rng.randrange(0x3000)])) for _ in range(rng.randint(1, 60))
+            )
+        else:
+            given = mutated(rng, rng.choice([h for h in HOSTILE if len(h) < 2000]))
+        if rng.random() < 0.1:
+            truth = mutated(rng, truth)
+        yield rng.choice(forms).replace("{{", "{").replace("}}", "}").replace("{}", given, 1), truth
+
+
+def mutated(rng: random.Random, text: str) -> str:
+    for _ in range(rng.randint(1, 4)):
+        at, end = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+        piece = rng.choice(["", rng.choice(FRAGMENTS), text[at:end] * rng.randint(1, 3), "{" + text[at:end] + "}"])
+        text = text[:at] + piece + text[end if rng.random() < 0.5 else at :]
+    return text
+
+
+def judged() -> Iterator[tuple[str, str, bool, str]]:
+    """The pairs that were judged by hand: response, truth, is it right, why."""
+    for name, form in (("answers", "\\boxed{{{}}}"), ("responses", "{}")):
+        for rows in yaml.safe_load((PAIRS / f"{name}.yaml").read_text(encoding="utf-8")).values():
+            for given, truth, right, why in rows:
+                yield (f"\\boxed{{{given}}}" if "boxed" in form else given), truth, right == "right", why
+
+
+# ---- verifiers -------------------------------------------------------------------------------------------------------
+
+Verifier = Callable[[list[Item]], list[bool]]
+
+
+def here(items: list[Item]) -> list[bool]:
+    """As in a worker of a Scorer: sympy in this process."""
+    worker.inside_worker = True
+    try:
+        return [verify(response, truth) for response, truth, _ in items]
+    finally:
+        worker.inside_worker = False
+
+
+def own_worker(items: list[Item]) -> list[bool]:
+    return [verify(response, truth) for response, truth, _ in items]
+
+
+def scored(count: int) -> Verifier:
+    def run(items: list[Item]) -> list[bool]:
+        with Scorer(reward, workers=count) as scorer:
+            scorer.score([("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", "")] * count)  # workers up, sympy loaded
+            start = time.perf_counter()
+            values = scorer.score([(response, truth, "") for response, truth, _ in items]).values
+            run.seconds = time.perf_counter() - start  # type: ignore[attr-defined]
+            return [value > 0.5 for value in values]
+
+    return run
+
+
+def reward(response: str, answer: str, prompt: str) -> float:
+    return float(verify(response, answer))
+
+
+def math_verify(items: list[Item]) -> list[bool]:
+    from math_verify import parse
+    from math_verify import verify as same
+
+    return [same(parse(f"${truth}$"), parse(response)) for response, truth, _ in items]
+
+
+def trl(items: list[Item]) -> list[bool]:
+    from trl.rewards import accuracy_reward
+
+    found = []
+    for response, truth, _ in items:
+        try:
+            value = accuracy_reward([[{"role": "assistant", "content": response}]], [f"${truth}$"])[0]
+        except Exception:
+            value = None
+        found.append(bool(value))
+    return found
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def speeds(count: int, workers: int) -> None:
+    print(f"verifications/s (wrong verdicts of n); {SAMPLES} responses a truth, no response twice; {workers} workers")
+    rng = random.Random(0)
+    sets = {
+        "GSM8K-style": list(gsm8k(rng, count * 10)),
+        "MATH-style": list(mathematics(rng, count)),
+        "hostile": list(hostile(rng, len(HOSTILE))),
+    }
+    rows: list[tuple[str, Verifier]] = [("rpg, one process", here), ("rpg, own worker", own_worker)]
+    rows += [(f"rpg, Scorer of {workers}", scored(workers)), ("math-verify", math_verify)]
+    if importlib.util.find_spec("trl"):
+        rows.append(("TRL accuracy_reward", trl))
+    print("| |" + "|".join(sets) + "|\n|---|" + "---|" * len(sets))
+    for name, verifier in rows:
+        cells = []
+        for kind, items in sets.items():
+            part = items if "rpg" in name else items[: max(count // 4, 100)]
+            verifier(part[:2])  # imports
+            verdict_caches_off()
+            start = time.perf_counter()
+            found = verifier(part)
+            seconds = getattr(verifier, "seconds", None) or time.perf_counter() - start
+            wrong = sum(a != b for a, (_, _, b) in zip(found, part, strict=True))
+            cells.append(
+                f"{len(part) / seconds:,.0f}/s ({wrong} of {len(part):,})"
+                if kind != "hostile"
+                else f"{seconds:.1f} s for {len(part)} ({wrong})"
+            )
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def verdict_caches_off() -> None:
+    from rpg.tasks.verify import judged as cached
+
+    cached.cache_clear()
+
+
+def agreement() -> None:
+    pairs = list(judged())
+    items = [(response, truth, right) for response, truth, right, _ in pairs]
+    print(f"\n{len(pairs)} pairs judged by hand, {sum(not p[2] for p in pairs)} of them wrong")
+    verifiers: list[tuple[str, Verifier]] = [("rpg", here), ("math-verify", math_verify)]
+    if importlib.util.find_spec("trl"):
+        verifiers.append(("TRL accuracy_reward", trl))
+    for name, verifier in verifiers:
+        found = verifier(items)
+        one_of = f"of {len(pairs)} pairs"
+        false = [pair for pair, got in zip(pairs, found, strict=True) if got and not pair[2]]
+        missed = [pair for pair, got in zip(pairs, found, strict=True) if not got and pair[2]]
+        print(f"\n{name} disagrees with {len(false) + len(missed)} {one_of}: takes {len(false)} wrong ones for right")
+        for kind, rows in (("right, it says", false), ("wrong, it says", missed)):
+            for response, truth, _, why in rows if name == "math-verify" else rows[:0]:
+                print(f"  {kind}: {response!r:.70} for {truth!r:.40}: {why}")
+
+
+def fuzz(count: int, seed: int) -> None:
+    reasons: Counter[str] = Counter()
+    slowest: list[tuple[float, str, str]] = []
+    right = 0
+    start = time.perf_counter()
+    for response, truth in fuzzed(seed, count):
+        begun = time.perf_counter()
+        found = verdict(response, truth)
+        slowest = sorted([*slowest, (time.perf_counter() - begun, response, found.reason)], reverse=True)[:5]
+        reasons[found.reason.partition(":")[0]] += 1
+        right += found.right
+    print(
+        f"{count:,} fuzzed answers in {time.perf_counter() - start:.0f} s; {right} right; none raised, hung or killed"
+    )
+    for reason, times in reasons.most_common():
+        print(f"  {times:6,}  {reason}")
+    print(
+        "slowest:",
+        *(f"  {seconds:.2f} s  {response!r:.80}  {reason}" for seconds, response, reason in slowest),
+        sep="\n",
+    )
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--items", type=int, default=2000, help="MATH-style items; ten times as many of GSM8K-style")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--fuzz", type=int, metavar="N", help="verify N fuzzed answers instead")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    logging.disable(logging.CRITICAL)  # math-verify logs answers whole
+    if options.fuzz:
+        fuzz(options.fuzz, options.seed)
+    else:
+        speeds(options.items, options.workers)
+        agreement()
+
+
+if __name__ == "__main__":
+    main()

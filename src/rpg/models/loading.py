@@ -1,0 +1,257 @@
+"""A model and its tokenizer by name: builtin, a folder, a hub id, a .gguf file, a PEFT adapter. Errors are one line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import BUILTIN
+
+PATIENCE = 10  # seconds for the first answer of the hub
+SHARED = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder", "trust_remote_code")
+OURS = {"dtype": "dtype", "torch_dtype": "dtype", "device_map": "device"}  # options that are settings of their own
+TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tekken.json")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """(model, tokenizer). ``options`` go to from_pretrained: revision, token, trust_remote_code, …"""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what fails is said once, not at each retry
+    given = {"trust_remote_code": False, **(options or {})}  # False: else transformers asks at the terminal
+    for option, setting in OURS.items():
+        if option in given:
+            raise ValueError(f"model_options.{option}: give --{setting} instead")
+    where = str(BUILTIN) if name == "builtin" else str(Path(name).expanduser()) if name.startswith("~") else name
+    try:
+        model, tokenizer = _load(name, where, dtype, given)
+    except ValueError as error:
+        if isinstance(error, Explained):
+            raise
+        raise ValueError(explain(name, error)) from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds
+        raise ValueError(explain(name, error)) from error
+    complete(tokenizer, model)
+    return model.to(device), tokenizer
+
+
+class Explained(ValueError):
+    """One line that says what to do."""
+
+
+def _load(name: str, where: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
+    if where.endswith(".gguf"):
+        from .gguf import load_gguf
+
+        return load_gguf(name, _gguf_file(name, where, options), dtype)
+    folder = Path(where)
+    if not (name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists()):
+        return _load_from_hub(name, dtype, options)
+    if options.get("subfolder") and not (folder / options["subfolder"]).is_dir():
+        del options["subfolder"]  # of the model that this folder was made from
+    folder = folder / options.get("subfolder", "")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        return _load_adapter(name, folder, dtype, options)
+    if not (folder / "config.json").is_file():
+        files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+        hint = f"give the file: {files[0]}" if files else "give a folder that save_pretrained wrote, or a hub id"
+        missing = "there is no config.json in it" if folder.is_dir() else "there is no such folder, so no config.json"
+        raise Explained(f"{name} is no model folder: {missing}; {hint}")
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        raise Explained(f"{name} has no tokenizer files: copy those of the model it was made from into it")
+    return _from_pretrained(name, where, dtype, options)
+
+
+def _from_pretrained(name: str, where: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    shared = {key: value for key, value in options.items() if key in SHARED}
+    config = AutoConfig.from_pretrained(where, **shared)
+    check_config(name, config)
+    tokenizer = AutoTokenizer.from_pretrained(where, **shared)
+    model, found = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+    if missing := sorted(found["missing_keys"]):
+        raise Explained(
+            f"{name} lacks {len(missing)} of the model's weights, {missing[0]} for one: its files are not all"
+        )
+    return model, tokenizer
+
+
+def check_config(name: str, config: Any) -> None:
+    """That this is a causal language model with weights that can be trained."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    known = {x for names in CAUSAL.values() for x in (names if isinstance(names, (list, tuple)) else [names])}
+    own = getattr(config, "auto_map", None) or {}
+    kinds = getattr(config, "architectures", None) or []
+    fits = any(kind in known or kind.endswith("Model") for kind in kinds) or "AutoModelForCausalLM" in own
+    if kinds and not fits:
+        raise Explained(f"{name} is a {kinds[0]}, no causal language model: give one whose class ends in ForCausalLM")
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        how = quantised.get("quant_method", "") if isinstance(quantised, dict) else quantised.quant_method
+        raise Explained(
+            f"{name} has quantised weights ({how}), which cannot be trained: give the model it was made from"
+        )
+
+
+def complete(tokenizer: Any, model: Any) -> None:
+    """A padding token, where there is none: the end token, or another special one. Padding is masked everywhere."""
+    if tokenizer.pad_token_id is not None:
+        return
+    ends = [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
+    first = next((end[0] if isinstance(end, list) else end for end in ends if end not in (None, [])), None)
+    chosen = tokenizer.eos_token or (tokenizer.convert_ids_to_tokens(first) if first is not None else None)
+    chosen = chosen or next(iter(tokenizer.all_special_tokens), None)
+    if chosen is None:
+        raise Explained("the tokenizer has neither a padding nor an end token: set eos_token in tokenizer_config.json")
+    tokenizer.pad_token = chosen
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def _load_adapter(name: str, folder: Path, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The model that the adapter is for, with the adapter in it; the tokenizer that lies beside it, if one does."""
+    from . import adapters
+
+    base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise Explained(f"{name}: its adapter_config.json does not name the model it is for (base_model_name_or_path)")
+    if not Path(base).exists() and Path(base).parts[-3:] == BUILTIN.parts[-3:]:  # of another installation
+        base = "builtin"
+    try:
+        model, tokenizer = load(base, dtype=dtype, options=options)
+    except ValueError as error:
+        raise Explained(f"{name} is an adapter for {base}: {error}") from error
+    if any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=options["trust_remote_code"])
+    return adapters.restore(model, folder), tokenizer
+
+
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def _load_from_hub(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
+    if not HUB_ID.fullmatch(name):
+        raise Explained(f"{name!r} is neither a folder nor a hub id: a hub id is org/name")
+    options = options | ask_hub(name, ["config.json", "adapter_config.json"], options)
+    if options.pop("found") == "config.json":
+        return _from_pretrained(name, name, dtype, options)
+    import huggingface_hub
+
+    kept = {key: value for key, value in options.items() if key in SHARED[:5]}
+    folder = huggingface_hub.snapshot_download(name, allow_patterns=["adapter_*", "*.jinja", *TOKENIZERS], **kept)
+    return _load_adapter(name, Path(folder), dtype, {k: v for k, v in options.items() if k != "revision"})
+
+
+def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """One request, not repeated, before transformers makes many: which of these files is ``found`` there.
+
+    Where there is no answer and the file is in the cache, ``local_files_only`` keeps transformers from asking again.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    revision, folder = options.get("revision"), options.get("subfolder")
+    trouble: Exception | None = None
+    if not (options.get("local_files_only") or hub.constants.HF_HUB_OFFLINE):
+        for file in files:
+            url = hub.hf_hub_url(repository, file, subfolder=folder, revision=revision)
+            try:
+                hub.get_hf_file_metadata(url, token=options.get("token"), timeout=PATIENCE)
+                return {"found": file}
+            except errors.EntryNotFoundError:
+                continue
+            except Exception as error:  # no answer, or one that says no
+                trouble = error
+                break
+        if trouble is None:
+            raise Explained(f"{repository} has no {files[0]}: see https://huggingface.co/{repository}/tree/main")
+    for file in files:
+        path = f"{folder}/{file}" if folder else file
+        found = hub.try_to_load_from_cache(repository, path, cache_dir=options.get("cache_dir"), revision=revision)
+        if isinstance(found, str) and not isinstance(trouble, errors.RepositoryNotFoundError):
+            return {"found": file, "local_files_only": True}
+    raise Explained(refusal(repository, trouble, revision))
+
+
+def refusal(name: str, error: Exception | None, revision: str | None) -> str:
+    """What the hub's answer, or that there is none, means for the user."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name} is gated: accept its terms at https://huggingface.co/{name} and run `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {revision!r}: check model_options.revision"
+    if status == 401 and "credentials" in str(error):
+        return f"the hub does not know your token: run `hf auth login`, or unset HF_TOKEN (for {name})"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{name}: no such model on the hub (and no such folder): check the name; if private, run `hf auth login`"
+    if status is not None:
+        return f"the hub answers {status} for {name}, and it is not in the cache: try again later, or give a folder"
+    if error is None:
+        return f"{name} is not in the cache, and the hub is not asked (HF_HUB_OFFLINE): give a local folder"
+    return f"{name}: no network, and it is not in the cache: give a local folder"
+
+
+def _gguf_file(name: str, where: str, options: dict[str, Any]) -> Path:
+    """On this machine; org/name/file.gguf is fetched, where there is no such file here."""
+    path, parts = Path(where), where.split("/")
+    if path.is_file():
+        return path
+    if name.startswith((".", "/", "~")) or len(parts) < 3:
+        raise Explained(f"there is no file {name}; on the hub it is org/name/file.gguf")
+    import huggingface_hub
+
+    repository, file = "/".join(parts[:2]), "/".join(parts[2:])
+    kept = {key: value for key, value in options.items() if key in SHARED[:5]}
+    kept |= ask_hub(repository, [file], kept)
+    return Path(huggingface_hub.hf_hub_download(repository, kept.pop("found"), **kept))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def explain(name: str, error: BaseException) -> str:
+    """One line for what transformers, tokenizers, safetensors or the hub raised."""
+    from safetensors import SafetensorError
+
+    text = " ".join(str(error).split())
+    chain = [error, error.__cause__, error.__context__]
+    if (
+        any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in chain)
+        or "No space left" in text
+    ):
+        return f"the disk is full while loading {name}: free some, or set HF_HOME to a folder on another disk"
+    if "trust_remote_code" in text:
+        return f"{name} comes with code of its own: if you trust it, give --model_options.trust_remote_code true"
+    if any(isinstance(e, SafetensorError) for e in chain):
+        return f"cannot load the model {name!r}: a .safetensors file is damaged ({first_line(error)}): fetch it again"
+    if "tokenizer" in text.lower() and ("instantiate" in text or "Can't load" in text):
+        return f"cannot load the model {name!r}: its tokenizer cannot be read ({first_line(error)})"
+    return f"cannot load the model {name!r}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,102 @@
+"""Models without their weights: parameters that have shapes but no bytes (torch's meta device)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import BUILTIN
+from .known import known_config
+from .loading import SHARED, Explained, ask_hub, check_config, explain
+
+
+@dataclass(frozen=True)
+class Shell:
+    model: Any
+    parameters: int
+    trained: int
+    known_from: str  # where its shape is from
+
+
+def shell(
+    name: str, dtype: torch.dtype, options: Mapping[str, Any], method: str | None = None, adapter: str = "{}"
+) -> Shell:
+    """The model that ``name`` means in a run; with ``method`` an adapter of PEFT, its options as JSON, on it."""
+    return _shell(name, dtype, json.dumps(dict(options), default=str), method, adapter)
+
+
+@lru_cache(maxsize=16)
+def _shell(name: str, dtype: torch.dtype, options: str, method: str | None, adapter: str) -> Shell:
+    import transformers
+
+    base, found_method, found_options = _adapter(name)
+    config, known_from = config_of(base, json.loads(options))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parameters = sum(p.numel() for p in model.parameters())
+    if kind := method or found_method:
+        from .adapters import attach
+
+        model = attach(model, kind, json.loads(adapter) or found_options, base)
+    return Shell(model, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad), known_from)
+
+
+def config_of(name: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The model's config, and where it is from: its folder or file, models/known.py, or the hub or its cache."""
+    from transformers import AutoConfig
+
+    path = BUILTIN if name == "builtin" else Path(name).expanduser()
+    kept = {"trust_remote_code": False} | {key: value for key, value in options.items() if key in SHARED}
+    if name.endswith(".gguf"):
+        return _of_gguf(name, path)
+    here = (path / "config.json").is_file()
+    if not here and (name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()):
+        raise ValueError(f"{name} is no model folder: there is no config.json in it")
+    if not here and (known := known_config(name)) is not None:
+        return known, "shapes that rpg knows"
+    try:
+        if not here:
+            kept |= _ask(name, kept)
+        config = AutoConfig.from_pretrained(path if here else name, **kept)
+        check_config(name, config)
+    except Explained:
+        raise
+    except Exception as error:  # of transformers and the hub: each has its own kinds
+        raise ValueError(explain(name, error)) from error
+    return config, "its config.json"
+
+
+def _ask(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    asked = ask_hub(name, ["config.json"], options)
+    return {key: value for key, value in asked.items() if key != "found"}
+
+
+def _of_gguf(name: str, path: Path) -> tuple[Any, str]:
+    """Its header says what the model is; a file that is not here is not fetched for that."""
+    from transformers import AutoConfig
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    if not path.is_file():
+        raise ValueError(f"the shape of {name} is in the file, which is not here: fetch it, or plan with the hub id")
+    try:
+        settings = dict(reading.load_gguf_checkpoint(str(path))["config"])
+        settings.pop("_model_name_or_path", None)
+        return AutoConfig.for_model(settings.pop("model_type"), **settings), "the file's header"
+    except Exception as error:  # whatever the reader stumbles over
+        raise ValueError(f"{name}: its header cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _adapter(name: str) -> tuple[str, str | None, dict[str, Any]]:
+    """(base model, method, options) of a folder that holds an adapter; else the name alone."""
+    file = Path(name).expanduser() / "adapter_config.json"
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return name, None, {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    options = {key: found[key] for key in ("r", "target_modules", "use_dora") if key in found}
+    return str(found["base_model_name_or_path"]), str(found["peft_type"]).lower(), options

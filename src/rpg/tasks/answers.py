@@ -1,0 +1,119 @@
+r"""Where the final answer of a response is. Single passes: the time is linear in the length, whatever is in it.
+
+Forms, of which the last one in the text counts:
+
+    \boxed{x}, \fbox{x}       the last one that is closed
+    #### x                    to the end of the line
+    <answer>x</answer>        the last one that is closed
+    Answer: x                 on a line of its own, with nothing after it but x (also "Final answer: …", "答案：x")
+
+Only where there is none of these: "… the answer is x" at the very end, on one line. After ``</think>`` only what
+follows counts, even if nothing does: an answer that was only thought of was not given. ``<think>`` that is never closed
+is a response that was cut off: no answer.
+"""
+
+from __future__ import annotations
+
+import re
+
+TAIL = 1200  # characters from the end in which an answer may be said in words
+
+BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
+SAID = re.compile(r"(?<![A-Za-z</])answer(?![A-Za-z])|答案", re.IGNORECASE)
+AFTER_SAID = re.compile(r"[\s:：=*_]*+(?:is(?![A-Za-z])|[是为])?[\s:：=*_]*+", re.IGNORECASE)
+BEFORE_SAID = re.compile(r"[\s*_#>-]*+(?:the\s+)?+(?:final\s+)?+", re.IGNORECASE)
+BETWEEN = re.compile(r"[\s:：*_]*(?:(?:so|thus|hence)\W+)?(?:the\s+)?(?:final\s+)?", re.IGNORECASE)
+HOPE = re.compile(r"\.?\s*I hope (?:it|this) is correct\.?", re.IGNORECASE)  # Minerva's prompt ends its answers so
+THINK, THOUGHT, OPEN, CLOSE = "<think>", "</think>", "<answer>", "</answer>"
+
+Found = tuple[int, str]  # where, what
+
+
+def final_answer(response: str) -> str | None:
+    """The text of the last answer; None if there is none."""
+    text = response.rpartition(THOUGHT)[2]
+    if THINK in text and text.rfind(OPEN) < text.rfind(THINK):
+        return None  # begun to think (again), and never finished
+    said = said_answer(text)
+    found = [one for one in (marked_answer(text), said if said and said[2] else None) if one is not None]
+    if found:
+        return max(found, key=lambda one: one[0])[1]
+    return said[1] if said else None
+
+
+def marked_answer(text: str) -> Found | None:
+    """Of the last \\boxed{x}, #### x or <answer>x</answer>."""
+    found = [one for one in (tagged(text), lined(text), boxed(text)) if one is not None]
+    return max(found, key=lambda one: one[0], default=None)
+
+
+def lined(text: str) -> Found | None:
+    start = text.rfind("####")
+    if start < 0:
+        return None
+    line = text[start + 4 :].lstrip(" \t").split("\n", 1)[0].strip()
+    return (start, line) if line else None
+
+
+def tagged(text: str) -> Found | None:
+    end = text.rfind(CLOSE)
+    start = text.rfind(OPEN, 0, end) if end >= 0 else -1
+    if start < 0:
+        return None
+    inside = text[start + len(OPEN) : end].strip()
+    said = said_answer(inside)
+    return start, inside if said is None else said[1]
+
+
+def boxed(text: str) -> Found | None:
+    """The box that begins last among those that are closed."""
+    if "boxed" not in text and "fbox" not in text:
+        return None
+    opened: list[tuple[int, int] | None] = []  # the braces that are open; of a box, where it begins and its content
+    last = (-1, 0, 0)
+    for brace in BRACE.finditer(text):
+        token = brace.group()
+        if token == "{":
+            opened.append(None)
+        elif token == "}":
+            at = opened.pop() if opened else None
+            if at is not None and at[0] > last[0]:
+                last = (*at, brace.start())
+        elif len(token) > 2:
+            opened.append((brace.start(), brace.end()))
+    return (last[0], text[last[1] : last[2]]) if last[0] >= 0 else None
+
+
+def said_answer(text: str) -> tuple[int, str, bool] | None:
+    """Of "the answer is x" with nothing but x after it, on one line; True if it is a line of its own, "Answer: x"."""
+    text = text.rstrip()
+    start = max(0, len(text) - TAIL)
+    tail = text[start:]
+    hope = tail.lower().rfind("i hope")
+    if hope >= 0:
+        hoped = HOPE.search(tail, max(0, hope - 8))
+        if hoped is not None and hoped.end() == len(tail):
+            tail = tail[: hoped.start()]
+    first, what = None, ""
+    for said in reversed(list(SAID.finditer(tail))):
+        after = AFTER_SAID.match(tail, said.end())
+        assert after is not None  # it matches nothing, too
+        rest = tail[after.end() :].strip("*_ \t")
+        if "\n" in rest:
+            break
+        if first is None:
+            if not rest.strip(".。"):
+                continue
+            what = rest
+        elif not prefix(tail[said.end() : first]):
+            break
+        first = said.start()
+        line = tail.rfind("\n", 0, first) + 1
+        if BEFORE_SAID.fullmatch(tail, line, first) and (":" in after.group() or "：" in after.group()):
+            return start + first, what, True
+    return None if first is None else (start + first, what, False)
+
+
+def prefix(text: str) -> bool:
+    """Of "Final Answer: The final answer is": what stands between the two."""
+    return len(text) < 40 and BETWEEN.fullmatch(text) is not None

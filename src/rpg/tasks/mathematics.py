@@ -1,0 +1,194 @@
+r"""Equal as mathematics, with math-verify's LaTeX parser and sympy. Slow, and not to be trusted with time or memory:
+call it where something ends it (see verify.py). What is hopeless is refused before it is parsed.
+
+math-verify's own verdict is not asked for: it rounds to six decimals, strips letters as units, reads 2 3 as 5, lowers
+the case of symbols and takes sets for points. Here decimals are exact, symbols keep their case, and two expressions are
+equal if their difference vanishes: exactly where it is a polynomial or a number, and at random points elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from functools import lru_cache
+from typing import Any
+
+from .compare import FUNCTIONS, same
+from .structure import relation
+
+LENGTH, DEPTH, DIGITS = 400, 12, 60
+POINTS, PLACES, TOLERANCE = 5, 60, 1e-45  # random points at which functions are compared, digits, relative difference
+
+LARGE = (
+    (re.compile(r"\^\s*\{?\s*-?\s*[0-9]{5}"), "an exponent of more than 4 digits"),
+    (re.compile(r"\^\s*\{[^{}]*[0-9]\s*(?:\^|!)"), "a power of a power"),
+    (re.compile(r"\^\s*\{[^{}]*\{[^{}]*[0-9]\s*(?:\^|!)"), "a power of a power"),
+    (re.compile(r"\^\s*[0-9A-Za-z]\s*\^"), "a power of a power"),
+    (re.compile(r"[0-9]{5}\s*!|[)}\]!]\s*!|!\s*\^"), "a large factorial"),
+    (re.compile(r"\\binom\s*\{[^{}]*(?:[0-9]{5}|\^|!)"), "a large binomial coefficient"),
+    (
+        re.compile(r"\\(?:sum|prod|i*int|oint|lim|bigcup|bigcap|frac\s*\{\s*d)(?![A-Za-z])"),
+        "a sum, product, limit or integral",
+    ),
+)
+UNDONE = re.compile(
+    r"(?<![\w}^_)!.\\])[0-9]+\s*[-+]\s*[0-9]+(?![\w^({\\!./]|\s*(?:\\(?!cup|le|ge|approx)|\*|[A-Za-z(]))"
+    r"|(?<![\w^_.])[0-9]+\s*(?:\\cdot|\\times|\*)\s*[0-9]+(?!\s*\^|[0-9])"
+)
+UNCLEAR = re.compile(  # 2 3, 1/2x, 1 mod 4, relations, words
+    r"(?<![_0-9])[0-9]+\s+[0-9]|/\s*[0-9]+\s*[A-Za-z(\\]|mod|[=<>]|[^\x20-\x7e]"
+)
+FUNCTION = re.compile(rf"(?<![A-Za-z\\])({'|'.join(sorted(FUNCTIONS, key=len, reverse=True))})(?![A-Za-z])")
+MIXED = re.compile(r"(?<![0-9A-Za-z}).^_])([0-9]+)\s*(\\frac\{[0-9]+\}\{[0-9]+\})")
+PRODUCT = re.compile(r"(?:(?<![_^0-9.])[0-9.]+|\))\s*(?=\()|\)(?=\s*[0-9])")  # 2(3) would be read as a mixed number
+DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+
+
+def equal(given: str, wanted: str) -> bool | None:
+    """None: cannot say. Both as they were written."""
+    return same(given, wanted, leaf)
+
+
+def refusal(text: str) -> str | None:
+    """Why this is not even parsed; None if it is."""
+    if len(text) > LENGTH:
+        return f"longer than {LENGTH} characters"
+    depth = deepest = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > DEPTH:
+        return f"brackets {deepest} deep"
+    if re.search(rf"[0-9]{{{DIGITS}}}", text):
+        return f"a number of {DIGITS} digits or more"
+    for pattern, why in LARGE:
+        if pattern.search(text):
+            return why
+    powers = 1
+    for power in re.findall(r"\^\s*\{?\s*([0-9]{1,4})", text) if re.search(r"[)}\]]\s*\^", text) else ():
+        powers *= max(int(power), 1)
+    return "powers of powers" if powers > 10**6 else None
+
+
+def leaf(given: str, wanted: str, kind: str) -> bool | None:
+    if UNDONE.search(given) and not UNDONE.search(wanted):
+        return False  # 2 + 3 + \sqrt{2}: arithmetic that is left to the reader
+    if refusal(given) or refusal(wanted):
+        return False
+    if kind:
+        return relations(given, wanted, kind)
+    a, b = parse(given), parse(wanted)
+    return None if a is None or b is None else identical(a, b)
+
+
+def relations(given: str, wanted: str, kind: str) -> bool | None:
+    """The same equation, up to a factor that is no zero; the same inequality, up to a positive one."""
+    import sympy  # type: ignore[import-untyped]
+
+    sides = [[parse(part) for part in relation(text)[::2]] for text in (given, wanted)]
+    if any(part is None for side in sides for part in side):
+        return None
+    a, b = (sympy.expand(side[0] - side[1]) for side in sides)
+    if a == 0 or b == 0 or not a.free_symbols or a.free_symbols != b.free_symbols:
+        return False
+    ratio = sympy.simplify(a / b)
+    return bool(ratio.is_number and ratio != 0 and (kind == "=" or ratio.is_positive))
+
+
+def identical(a: Any, b: Any) -> bool | None:
+    """No at one point is no. Yes: exactly for polynomials, else at several points, unless sympy objects."""
+    import sympy
+
+    if a == b:
+        return True
+    endless = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+    if a.has(*endless) or b.has(*endless):
+        return False
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    seen = 0
+    for trial in range(4 * POINTS if symbols else 1):
+        x, y = (value(side, tuple(symbols), trial) for side in (a, b))
+        if x is None or y is None:
+            continue
+        if abs(x - y) > (abs(x) + abs(y)) * TOLERANCE:
+            return False
+        seen += 1
+        if seen == 1:
+            difference = sympy.expand(a - b)
+            if difference == 0:
+                return True
+            if isinstance(difference, sympy.Rational) or (symbols and rational_polynomial(difference, symbols)):
+                return False
+            if not symbols:
+                return difference.equals(0) is not False
+        if seen == POINTS:
+            return True
+    return None
+
+
+def rational_polynomial(expression: Any, symbols: list[Any]) -> bool:
+    import sympy
+
+    return bool(expression.is_polynomial(*symbols)) and all(
+        c.is_Rational for c in sympy.Poly(expression, *symbols).coeffs()
+    )
+
+
+@lru_cache(maxsize=4096)
+def value(expression: Any, symbols: tuple[Any, ...], trial: int) -> Any:
+    """At a point that is the same for all expressions in these symbols; None where it has no value."""
+    import sympy
+
+    rng = random.Random(trial)
+    signs = [(-1) ** (trial % 2 + i) for i in range(len(symbols))]
+    point = {s: sympy.Rational(rng.randint(1, 997) * sign, 499) for s, sign in zip(symbols, signs, strict=True)}
+    found = expression.subs(point).evalf(PLACES)
+    parts = found.as_real_imag()
+    return found if all(part.is_Number and part.is_finite for part in parts) else None
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Any:
+    """A sympy expression; None if it is not one."""
+    load()
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+
+    if UNCLEAR.search(text):
+        return None
+    try:
+        made = latex2sympy(
+            plain(text),
+            convert_degrees=True,
+            normalization_config=None,
+            conversion_config=ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False),
+        )
+        if not isinstance(made, sympy.Expr) or made.has(sympy.Float):
+            return None
+        known = {s: {"i": sympy.I, "e": sympy.E}[s.name] for s in made.free_symbols if s.name in ("i", "e")}
+        made = made.subs(known).doit() if known else made.doit()
+        return None if made.has(sympy.zoo, sympy.nan) else made
+    except Exception:  # the parser raises bare Exceptions at what it does not know
+        return None
+
+
+def plain(text: str) -> str:
+    """LaTeX that can be read in one way only."""
+    text = text.replace("**", "^").replace("*", r"\cdot ")
+    text = FUNCTION.sub(lambda found: "\\" + {"infinity": "infty"}.get(found[1], found[1]) + " ", text)
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = PRODUCT.sub(r"\g<0>\\cdot ", text)
+    text = MIXED.sub(r"(\1+\2)", text)
+    text = DECIMAL.sub(lambda d: rf"(\frac{{{int(d[1] + d[2])}}}{{{10 ** len(d[2])}}})", text)
+    text = re.sub(r"\^\s*(\(\\frac\{[0-9]+\}\{[0-9]+\}\))", r"^{\1}", text)
+    return re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
+
+
+@lru_cache(maxsize=1)
+def load() -> None:
+    """Import what takes a second; math-verify logs answers whole, which is turned off."""
+    import math_verify  # noqa: F401
+
+    for name in ("math_verify", "latex2sympy2_extended", "sympy"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
