@@ -1,4 +1,4 @@
-"""Tokens a second of the vLLM engine and of the native one: the same model, prompts and lengths, in turns in one process.
+"""Tokens a second of the vLLM engine and of the native one: the same model, prompts and lengths, in turns.
 
     .venv-vllm/bin/python benchmarks/vllm_rollout.py            # built-in model, and one of the shape of SmolLM2-135M
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -59,7 +60,7 @@ def main() -> None:
         prompts = [[4 + (7 * i + j) % (size - 4) for j in range(how.prompt_tokens)] for i in range(how.prompts)]
         ends = [size + 10]  # no token has this number
         slots = how.prompts * how.samples
-        native = NativeEngine(model, None, slots, end_ids=ends)
+        native = NativeEngine(model, SimpleNamespace(eos_token_id=None), slots, end_ids=ends)
         vllm = VllmEngine(model, ends, how.prompt_tokens + how.new_tokens, slots)
         rows: dict[str, list[float]] = {"native": [], "vllm": []}
         for seed in range(how.repeats + 1):
@@ -74,7 +75,7 @@ def main() -> None:
         middle = {label: statistics.median(values) for label, values in rows.items()}
         print(
             f"{name}: native {middle['native']:.0f} tok/s, vLLM {middle['vllm']:.0f} tok/s "
-            f"({middle['vllm'] / middle['native']:.2f}×), sync {1000 * synced:.0f} ms; {torch.get_num_threads()} thread(s)"
+            f"({middle['vllm'] / middle['native']:.2f}×), sync {1000 * synced:.0f} ms"
         )
         vllm.close()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rpg.bench.counts import Ceilings, Counts, logp_flops
+from rpg.models.counts import Ceilings, Counts, logp_flops
 from rpg.bench.shapes import SHAPES, make_model, make_tokenizer, random_prompts, vocabulary
 from rpg.bench.sizes import Sizes, sizes_for
 from rpg.bench.train import make_batch

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rpg.bench import command, logp, rollout, suite, whole
-from rpg.bench.counts import Ceilings
+from rpg.models.counts import Ceilings
 from rpg.bench.logp import logp_section
 from rpg.bench.rollout import rollout_section
 from rpg.bench.rows import Row, Section

@@ -145,11 +145,17 @@ def test_a_model_that_vllm_computes_otherwise_is_refused(start, monkeypatch):
         start(make())
 
 
+def test_an_end_token_that_only_the_tokenizer_has(start):
+    found = start(make(), ends=[1, 9999]).generate(PROMPTS, n=8, max_new_tokens=60)
+    assert {r.tokens[-1] for group in found for r in group if r.finished} == {1}
+
+
 def test_torch_is_as_before(start):
+    model = make()
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
-    start(make())
+    start(model).generate(PROMPTS, max_new_tokens=5)
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)
     assert torch.get_default_dtype() == torch.float32
-    assert state.shape == torch.random.get_rng_state().shape
+    assert torch.equal(state, torch.random.get_rng_state())

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-SMALL = "--steps 2 --rollout.prompts 4 --rollout.samples 4 --eval.problems 4 --eval.k 2 --log.view plain".split()
+SIZES = {"steps": 2, "rollout.prompts": 4, "rollout.samples": 4, "eval.problems": 4, "eval.k": 2, "log.view": "plain"}
+SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

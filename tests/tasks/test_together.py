@@ -184,7 +184,7 @@ MISCHIEF = {
 @pytest.mark.parametrize("kind", MISCHIEF)
 def test_mischief_among_many_costs_itself_and_is_not_tried_again(rewards, kind, tmp_path):
     responses = [f"a{i}" for i in range(20)] + [kind] + [f"b{i}" for i in range(20)]
-    with Scorer(f"{rewards}:mischief", workers=1, timeout=1.0, on_error=-1.0, memory_gb=1.0) as scorer:
+    with Scorer(f"{rewards}:mischief", workers=1, timeout=1.0, on_error=-1.0, memory_gb=0.2) as scorer:
         scorer.start()
         scores, seconds = timed(scorer, items(responses, tmp_path))
         assert scores.values == [1.0] * 20 + [-1.0] + [1.0] * 20

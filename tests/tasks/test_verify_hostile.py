@@ -79,6 +79,19 @@ def test_the_alarm_leaves_others_alone(monkeypatch):
         signal.signal(signal.SIGALRM, before)
 
 
+def test_no_worker_to_be_had(monkeypatch):
+    def refuse(*_):
+        raise OSError("no more processes")
+
+    module = sys.modules["rpg.tasks.verify"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_ask", refuse)
+        with pytest.warns(RuntimeWarning, match="no more processes"):
+            found = verdict(*EQUAL)
+    assert found == (False, "could not be worked out: OSError: no more processes")
+    assert verify(*EQUAL)  # not remembered
+
+
 def test_from_threads():
     found = []
     threads = [threading.Thread(target=lambda: found.append(verify(*EQUAL))) for _ in range(8)]

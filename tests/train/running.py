@@ -177,7 +177,7 @@ def bits(folder: Path) -> dict[str, Any]:
     for path in sorted(newest.rglob("*.safetensors")):
         found[path.relative_to(newest).as_posix()] = path.read_bytes()
     state = json.loads((newest / "trainer" / "state.json").read_text())
-    found["state"] = {k: v for k, v in state.items() if k not in ("seconds", "started", "config")}
+    found["state"] = {k: v for k, v in state.items() if k not in ("seconds", "spent", "started", "config")}
     return found
 
 

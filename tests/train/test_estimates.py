@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from rpg.bench.counts import Counts
+from rpg.models.counts import Counts
 from rpg.bench.shapes import SHAPES, _settings
 from rpg.train.config import Config, RolloutConfig
 from rpg.train.devices import CPU_OVERHEAD, DEVICES, Device

@@ -143,6 +143,7 @@ def test_mean_pass_levels_lengths_and_samples(policy):
         "level": 1,
         "response": "answer 2",
         "reward": 1.0,
+        "solved": True,
         "length": 3,
         "finished": True,
     }

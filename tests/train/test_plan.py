@@ -293,3 +293,12 @@ def test_durations():
     texts = {0: "0 s", 0.012: "12 ms", 3.21: "3.2 s", 90: "90 s", 840: "14 min", 14_800: "4.1 h", 1e6: "12 days"}
     for seconds, text in texts.items():
         assert duration(seconds) == text
+
+
+def test_minutes_end_a_planned_run() -> None:
+    config = replace(Config(), model="Qwen/Qwen2.5-0.5B", steps=100_000, minutes=5.0)
+    found = plan(config, "h200")
+    assert found.middle.steps < 100_000
+    assert found.middle.steps * found.middle.seconds.step == pytest.approx(300, rel=0.05)
+    assert found.middle.run - found.evaluations * found.middle.seconds.evaluation == pytest.approx(300, rel=0.05)
+    assert found.evaluations == 2 + (found.middle.steps - 1) // 10

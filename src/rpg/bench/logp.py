@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import linear_logp
-from .counts import Ceilings, logp_flops
+from ..models.counts import Ceilings, logp_flops
 from .peers import PEERS
 from .rows import Column, Row, Section, Target, ratio
 from .sizes import Sizes

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..kernels import linear_logp
-from .counts import Ceilings, Counts, logp_flops
+from ..models.counts import Ceilings, Counts, logp_flops
 from .logp import both_ways, make_problem
 from .rollout import run_native
 from .rows import Column, Row, Section

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .counts import Ceilings
+from ..models.counts import Ceilings
 from .rows import Row, error_line
 from .sizes import Sizes
 from .step import finish, peak_memory_gb

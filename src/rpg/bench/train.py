@@ -18,7 +18,7 @@ from ..train.optim import make_optimizer
 from ..train.parts import resolve
 from ..train.reference import batch_logp
 from ..train.update import Updater
-from .counts import Ceilings, Counts
+from ..models.counts import Ceilings, Counts
 from .rows import Column, Row, Section, Target
 from .shapes import make_model, make_tokenizer, random_prompts, vocabulary
 from .sizes import Sizes

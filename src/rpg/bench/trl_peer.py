@@ -65,7 +65,7 @@ def arguments(work: Work, folder: str, **options: Any) -> Any:
 def trl_steps(work: Work, before: Callable[[], None], after: Callable[[Took], None], **options: Any) -> None:
     """GRPOTrainer.train(): ``before`` and ``after`` are called around each batch of rollouts and its training."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    import datasets  # type: ignore[import-untyped]
+    import datasets
     import transformers
     import trl
 

@@ -49,6 +49,8 @@ class VllmEngine:
         self.model, self.end_ids = model, sorted(set(end_ids))
         if not self.end_ids:
             raise ValueError("the model has no end token: name one with rollout.end_tokens")
+        size = model.get_input_embeddings().weight.shape[0]
+        self.stops = [i for i in self.end_ids if i < size]  # a tokenizer may have more tokens than its model
         given = dict(options or {})
         if taken := sorted(set(given).intersection(OWN)):
             raise ValueError(f"rollout.vllm.{taken[0]} is set by the engine and cannot be given")
@@ -178,7 +180,8 @@ class VllmEngine:
                 f"{self.longest}"
             )
         self._ready()
-        found = self._run([(prompt, self._params(how, s)) for prompt, s in _seeds(seed, prompt_ids, n)], progress)
+        with _unchanged():
+            found = self._run([(prompt, self._params(how, s)) for prompt, s in _seeds(seed, prompt_ids, n)], progress)
         flat = [self._rollout(completion, temperature) for completion in found]
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
@@ -191,7 +194,7 @@ class VllmEngine:
             top_k=how.top_k if how.temperature else 0,
             seed=seed,
             logprobs=0,  # of the token itself, of no other
-            stop_token_ids=self.end_ids,
+            stop_token_ids=self.stops,
             ignore_eos=True,  # end_ids has all of them
             detokenize=False,
             output_kind=kind.FINAL_ONLY,
@@ -336,7 +339,7 @@ def _import() -> Any:
 
 @contextmanager
 def _unchanged() -> Iterator[None]:
-    """vLLM seeds torch's generator and, on a CPU, forbids to set the number of threads: both as before."""
+    """vLLM uses torch's generator and, on a CPU, forbids to set the number of threads: both as before."""
     set_threads, state = torch.set_num_threads, torch.random.get_rng_state()
     try:
         with warnings.catch_warnings():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .builtin import BUILTIN
-from .loading import load_task, verify_reward
+from .loading import load_task, load_tests, verify_reward
 from .mixture import finite
 from .scoring import RewardError, Scorer, Scores
 from .task import ENDLESS, Problem, Reward, Task
@@ -20,6 +20,7 @@ __all__ = [
     "Task",
     "finite",
     "load_task",
+    "load_tests",
     "verify",
     "verify_reward",
 ]

@@ -136,10 +136,8 @@ def prepare(
     unique, copies = merge(chosen)
     if copies:
         notes.append(f"{name}: {len(chosen):,} rows are {len(unique):,} problems: copies are merged")
-    done = [
-        replace(p, template="plain" if template is None or wrapped(p.prompt) else template, source=name) for p in unique
-    ]
-    return done, notes
+    usual = template or "plain"
+    return [replace(p, template="wrapped" if wrapped(p.prompt) else usual, source=name) for p in unique], notes
 
 
 def _local(split: Split) -> Path | None:

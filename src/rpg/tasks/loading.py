@@ -55,6 +55,11 @@ def load_task(
     return replace(task, notes=(*task.notes, *overlap.notes(finite(task.train), task.tests)))
 
 
+def load_tests(test: str, seed: int = 0, prompt_key: str | None = None, answer_key: str | None = None) -> Task:
+    """What there is to evaluate on, several with commas, and nothing to train on."""
+    return _tested(Task(test, [], [], verify_reward), test, seed, Keys(prompt_key, answer_key))
+
+
 def _load(name: str, seed: int, keys: Keys, whole: bool) -> Task:
     """With the held-out problems that it has or, of data, a tenth by hash; none if all of it is to be trained on."""
     made = _made(name, seed)

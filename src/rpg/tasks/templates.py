@@ -10,6 +10,7 @@ from ..names import choose
 PLACE = "{prompt}"
 TEMPLATES = {
     "plain": "{prompt}",
+    "wrapped": "{prompt}",  # of problems that say themselves how to answer: a run's own template leaves them alone
     # Qwen2.5-Math's instruction
     "boxed": "{prompt}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
     # as in the data of DAPO (arXiv:2503.14476)

@@ -13,6 +13,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
@@ -67,7 +68,13 @@ def verdict(response: str, truth: str) -> Verdict:
         return Verdict(x == y, "same number" if x == y else "another number")
     if not (legible(given) and legible(wanted)):
         return Verdict(False, "different, with characters that cannot be seen")
-    return judged(given, wanted)
+    try:
+        return judged(given, wanted)
+    except Exception as error:  # no worker can be had, say: that is not the answer's fault, and not remembered
+        text = f"could not be worked out: {type(error).__name__}: {error}"
+        with contextlib.suppress(Warning):  # even where warnings are errors
+            warnings.warn(f"verify: {text}; such answers count as wrong", RuntimeWarning, stacklevel=2)
+        return Verdict(False, text)
 
 
 def plain_number(text: str) -> Fraction | int | None:

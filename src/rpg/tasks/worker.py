@@ -66,6 +66,10 @@ def work(requests: int, lifeline: int, shared: int, parent: int) -> None:
         except BaseException as error:
             text = str(error) if isinstance(error, ImportFailed) else f"cannot load the reward: {describe(error)}"
             return reply(requests, NOBODY, (BROKEN, 0.0, text))
+        if any(getattr(f, "__module__", "").startswith("rpg.tasks") for f in functions):
+            from .verify import preload
+
+            preload()  # its imports take longer than most answers may
         _limit(memory_gb)
         flight = _Flight(inbox, callers, Running(shared), timeout)
         reply(requests, NOBODY, (READY, 0.0, "".join(str(int(caller.together)) for caller in callers)))

@@ -109,7 +109,9 @@ def add_eval(commands: Any) -> None:
         "model", metavar="MODEL_OR_RUN", help="builtin, a Hugging Face folder, a hub id, or a run's folder"
     )
     parser.add_argument(
-        "--task", metavar="NAME_OR_FILE", help="task or .jsonl file; default: the run's own, else arithmetic"
+        "--task",
+        metavar="NAME_OR_FILE",
+        help="tasks, datasets or files, several with commas; default: the run's own, else arithmetic",
     )
     parser.add_argument("--k", type=int, default=32, metavar="K", help="responses to each problem (default 32)")
     parser.add_argument("--problems", type=int, default=256, metavar="N", help="problems (default 256)")
@@ -151,14 +153,13 @@ def _eval_config(args: argparse.Namespace) -> Config:
     config = build(Config, file=run / "config.yaml" if (run / "config.yaml").is_file() else None, flags=flags)
     if (run / "config.yaml").is_file():
         config = replace(config, model=str(_checkpoint(run, args.checkpoint) / "model"))
-    elif (run / "model" / "config.json").is_file():
+    elif any((run / "model" / name).is_file() for name in ("config.json", "adapter_config.json")):
         config = replace(config, model=str(run / "model"))
     else:
         config = replace(config, model=args.model)
     task = config.task
     if args.task is not None:
-        name = args.task
-        task = replace(task, name=name, test=name if name.endswith((".jsonl", ".json")) else None, reward=None)
+        task = replace(task, name=args.task, test=args.task, reward=None, rewards={})
     if args.reward is not None:
         task = replace(task, reward=args.reward)
     chosen = {"temperature": args.temperature, "top_p": args.top_p}

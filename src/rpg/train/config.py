@@ -24,9 +24,10 @@ class TaskConfig:
     reward: str | None = None
     """the only reward, a function of your own: my_reward.py:score, called as score(response, answer, prompt)"""
     template: str | None = None
-    """prompt template: text with {prompt} in it, or one of plain, boxed, answer, think; None: the dataset's"""
+    """prompt template: text with {prompt} in it, @file.txt, or one of plain, boxed, answer, think; None: the dataset's;
+    prompts of datasets that say themselves how to answer are left as they are"""
     system: str | None = None
-    """system prompt, in the model's chat template"""
+    """system prompt, in the model's chat template; '': none; None: the dataset's"""
     chat: bool | None = None
     """wrap prompts in the model's chat template; None: if the model has one"""
     chat_options: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class RolloutConfig:
     samples: int = 8
     """responses to each prompt"""
     max_prompt_tokens: int = 512
-    """a longer prompt is an error"""
+    """longer training prompts are left out, with a warning; a longer held-out one is an error"""
     max_new_tokens: int = 80
     """length at which a response is cut"""
     temperature: float = 1.0
@@ -67,8 +68,8 @@ class RolloutConfig:
     """sequences decoded at the same time; finished ones are replaced at once; None: 256 on a CPU, on a GPU 1024 or what
     half of the memory that training leaves has room for"""
     old_logp: Literal["auto", "engine", "recompute"] = "auto"
-    """old log-probabilities: the engine's, or computed anew by the trainer; auto: the engine's in float32, and in
-    bfloat16 as long as the measured difference is harmless"""
+    """old log-probabilities: the engine's, or computed anew by the trainer; auto: the native engine's in float32, and in
+    bfloat16 as long as the measured difference is harmless; with vLLM always anew"""
     dynamic: bool | None = None
     """drop groups whose rewards are all equal and sample others instead; None: as the algorithm was published"""
     oversample: float = 1.25

@@ -1,4 +1,4 @@
-"""How long a step takes, from what has to be read and computed (bench/counts.py): an estimate.
+"""How long a step takes, from what has to be read and computed (models/counts.py): an estimate.
 
 Two lines, fitted to the rows of docs/speed-table.md, which they meet within a fifth (tests/train/test_estimates.py):
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..bench.counts import Ceilings, Counts
+from ..models.counts import Ceilings, Counts
 from .devices import Device
 
 DECODE, PREFILL = 1.3, 2.0  # × floor

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..policy import Policy
 from ..rollout import Engine, Rollout
-from ..tasks import Problem, Scorer, load_task
+from ..tasks import Problem, Scorer, load_task, load_tests
 from .config import Config
 from .engines import make_engine
 from .experience import encode_prompt
@@ -144,6 +144,7 @@ def _judge(
                 "level": p.level,
                 "response": texts[i],
                 "reward": scores.values[i],
+                "solved": scores.solved[i],
                 "length": len(r.tokens),
                 "finished": r.finished,
             }
@@ -154,9 +155,11 @@ def _judge(
 
 def evaluate_model(config: Config) -> list[Evaluation]:
     """``rpg eval``: a model on the held-out problems of a task."""
-    task = load_task(
-        config.task.name, config.seed, config.task.test, config.task.prompt_key, config.task.answer_key
-    )
+    own = config.task
+    if own.test is not None:
+        task = load_tests(own.test, config.seed, own.prompt_key, own.answer_key)
+    else:
+        task = load_task(own.name, config.seed, None, own.prompt_key, own.answer_key, look=False)
     device = pick_device(config.device)
     policy = Policy.load(
         config.model, device=device, dtype=pick_dtype(config.dtype, device), options=config.model_options

@@ -300,5 +300,6 @@ def encode_prompt(policy: Policy, problem: Problem, config: Config) -> list[int]
 def prompt_parts(problem: Problem, config: Config) -> tuple[str, bool | None, str | None]:
     """(text, chat, system prompt): the run's settings go before what the dataset brings along."""
     own = config.task
-    text = fill(problem.template if own.template is None else own.template, problem.prompt)
+    template = own.template if own.template is not None and problem.template != "wrapped" else problem.template
+    text = fill(template, problem.prompt)
     return text, own.chat, (problem.system if own.system is None else own.system) or None

@@ -166,15 +166,15 @@ class Trainer:
             device=device,
             dtype=self.dtype,
             temperature=sampling.temperature,
-            options=config.model_options if found is None else None,
+            options=config.model_options,
             peft=config.peft,
         )
-        held = rule_of(self.algorithm, config.reference) != "old"
+        held = rule_of(self.algorithm, config.reference) != "old" and not self.policy.adapted
         slots = pick_slots(self.policy, config, held)
         self.engine = make_engine(self.policy, config, slots, self._warn)
         self.problems = held_out(self.task, config)  # by name
         longest = [check_fit(self.policy, problems, config) for problems in self.problems.values()]
-        self.engine.expect(max(check_train(self.policy, self.task, config), *longest))
+        self.engine.expect(max(check_train(self.policy, self.task, config, self._warn), *longest))
         self.scorer = make_scorer(config, self.task)
         self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
         self.reference = Reference(self.policy, rule_of(self.algorithm, config.reference), config.reference)
@@ -350,9 +350,7 @@ class Trainer:
         with averaged_weights(self.optimizer):
             if self._schedule_free:
                 self.engine.sync()
-            found = evaluate(
-                self.policy, self.engine, self.scorer, self.problems, self.config, watch=self.view.stage
-            )
+            found = evaluate(self.policy, self.engine, self.scorer, self.problems, self.config, watch=self.view.stage)
         if self._schedule_free:
             self.engine.sync()
         row: dict[str, float] = {}
@@ -386,8 +384,8 @@ class Trainer:
         tensors = {"optimizer": optimizer_tensors(self.optimizer, self.policy.parameters())}
         if self._averaging:  # model/ has the average; this is what to go on from
             tensors["parameters"] = {name: p.detach() for name, p in self.policy.parameters()}
-        if self.reference.policy is not None:
-            tensors["reference"] = self.reference.tensors()
+        if held := self.reference.tensors():
+            tensors["reference"] = held
         state = {
             "step": self.done,
             "tokens_total": self.tokens_total,
@@ -448,7 +446,7 @@ class Trainer:
                 for name, p in self.policy.parameters():
                     p.copy_(stored[name])
         load_optimizer(self.optimizer, self.policy.parameters(), found.tensors("optimizer"))
-        tensors = found.tensors("reference") if self.reference.policy is not None else {}
+        tensors = found.tensors("reference") if state["reference"]["held"] else {}
         self.reference.load(state["reference"], tensors)
         sizes, now = ("optim.micro_tokens", "optim.recompute"), json_like(flat(self.config))
         if all(state["config"].get(key) == now.get(key) for key in sizes):  # else as it is set now

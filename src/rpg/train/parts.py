@@ -164,7 +164,8 @@ def warnings_about(chosen: Algorithm, config: Config) -> Iterator[str]:
             f"{chosen.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
-    if (rollout.top_p < 1 or rollout.top_k > 0) and rollout.old_logp != "recompute":
+    engines = rollout.old_logp == "engine" or (rollout.old_logp == "auto" and rollout.engine == "native")
+    if (rollout.top_p < 1 or rollout.top_k > 0) and engines:
         yield "with top-p or top-k the ratios of policy to sampler start below 1, and a clip takes that for drift"
     has_kl = (loss.divergence != "none" and loss.beta > 0) or chosen.advantage.beta > 0
     if config.reference.update != "auto" and not has_kl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import json
 import shutil
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from ..algorithms import Algorithm
-from ..bench.counts import Counts
+from ..models.counts import Counts
 from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
 from ..models.meta import Shell, shell
@@ -50,6 +51,7 @@ class Case:
     length: float  # mean, tokens
     sampled: float  # prompts for each that is trained on
     seconds: Seconds
+    steps: int  # of the run: fewer than the settings say where its minutes end before
     run: float  # seconds, evaluations included
 
 
@@ -132,18 +134,15 @@ def plan(
     dynamic = algorithm.dynamic_sampling if rollout.dynamic is None else rollout.dynamic
     overlong = algorithm.overlong_penalty if rollout.overlong is None else rollout.overlong
     data = data_of(config)
-    every = config.eval.every
-    evaluations = 2 + ((config.steps - 1) // every if every else 0) if config.steps else 1
     passes = (rule != "old") + (rollout.old_logp == "recompute" or algorithm.loss.level != "token")
     prompt = prompt_tokens or data.prompt
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
         more = min(MOST_MORE, rollout.oversample / kept) if dynamic else 1.0
         seconds = _seconds(work, chosen, config, prompt, share, more, passes, data.evaluated)
-        run = config.steps * seconds.step + evaluations * seconds.evaluation
-        if config.minutes is not None:
-            run = min(run, 60 * config.minutes + evaluations * seconds.evaluation)
-        cases.append(Case(max(1.0, share * rollout.max_new_tokens), more, seconds, run))
+        steps = _steps(config, seconds.step)
+        run = steps * seconds.step + _evaluations(config, steps) * seconds.evaluation
+        cases.append(Case(max(1.0, share * rollout.max_new_tokens), more, seconds, steps, run))
     return Plan(
         config=config,
         algorithm=algorithm,
@@ -166,7 +165,7 @@ def plan(
         low=cases[0],
         middle=cases[1],
         high=cases[2],
-        evaluations=evaluations,
+        evaluations=_evaluations(config, cases[1].steps),
         data=data,
         disk=_disk(config, model, parts),
     )
@@ -211,6 +210,16 @@ def _linear_head(model: Any) -> bool:
     """As far as it can be seen without weights: see policy.head_is_linear."""
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return getattr(model.get_output_embeddings(), "bias", None) is None and cap is None
+
+
+def _steps(config: Config, seconds: float) -> int:
+    return config.steps if config.minutes is None else min(config.steps, math.ceil(60 * config.minutes / seconds))
+
+
+def _evaluations(config: Config, steps: int) -> int:
+    """The first, the last and those between."""
+    every = config.eval.every
+    return 2 + ((steps - 1) // every if every else 0) if steps else 1
 
 
 def _seconds(

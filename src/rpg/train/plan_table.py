@@ -88,10 +88,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
             f"{_count(plan.tokens)} tokens at most; {plan.optimiser_steps} optimiser steps",
         ],
     )
-    yield (
-        "run",
-        [f"{config.steps} steps, {config.steps * plan.optimiser_steps:,} optimiser steps, lr {config.optim.lr:g}"],
-    )
+    steps = plan.middle.steps
+    limit = f"{config.minutes:g} minutes: some " if steps < config.steps else ""
+    yield "run", [f"{limit}{steps} steps, {steps * plan.optimiser_steps:,} optimiser steps, lr {config.optim.lr:g}"]
 
 
 def _method(plan: Plan) -> str:
