@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rpg.models.counts import Ceilings, Counts, logp_flops
 from rpg.bench.shapes import SHAPES, make_model, make_tokenizer, random_prompts, vocabulary
 from rpg.bench.sizes import Sizes, sizes_for
 from rpg.bench.train import make_batch
+from rpg.models.counts import Ceilings, Counts, logp_flops
 from rpg.policy import Policy
 
 HALF_BILLION = Counts(layers=24, heads=14, key_heads=2, width=64, hidden=896, vocab=151936, body=357_826_560)

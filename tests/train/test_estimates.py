@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
-from rpg.models.counts import Counts
 from rpg.bench.shapes import SHAPES, _settings
+from rpg.models.counts import Counts
 from rpg.train.config import Config, RolloutConfig
 from rpg.train.devices import CPU_OVERHEAD, DEVICES, Device
 from rpg.train.estimates import Batch, Work, decode_seconds, rollout_seconds, train_seconds

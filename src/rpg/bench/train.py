@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..kernels.fused import fuse
+from ..models.counts import Ceilings, Counts
 from ..policy import Policy
 from ..train.batch import Batch
 from ..train.config import Config, OptimConfig, RolloutConfig
@@ -18,7 +19,6 @@ from ..train.optim import make_optimizer
 from ..train.parts import resolve
 from ..train.reference import batch_logp
 from ..train.update import Updater
-from ..models.counts import Ceilings, Counts
 from .rows import Column, Row, Section, Target
 from .shapes import make_model, make_tokenizer, random_prompts, vocabulary
 from .sizes import Sizes

@@ -9,9 +9,9 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class TaskConfig:
     name: str = "arithmetic"
-    """arithmetic, countdown or mixed (built in); a dataset (gsm8k, math, dapo-math-17k, …: `rpg tasks`); a .jsonl, .json
-    or .parquet file; a hub dataset, org/name[@subset][#split]; gym:GENERATOR; my_task.py:make; several with weights:
-    0.7*gsm8k + 0.3*math"""
+    """arithmetic, countdown or mixed (built in); a dataset (gsm8k, math, dapo-math-17k, …: `rpg tasks`); a .jsonl,
+    .json or .parquet file; a hub dataset, org/name[@subset][#split]; gym:GENERATOR; my_task.py:make; several with
+    weights: 0.7*gsm8k + 0.3*math"""
     test: str | None = None
     """problems to evaluate on: tasks, datasets or files, several with commas (aime24, aime25); None: the task's own"""
     prompt_key: str | None = None
@@ -68,8 +68,8 @@ class RolloutConfig:
     """sequences decoded at the same time; finished ones are replaced at once; None: 256 on a CPU, on a GPU 1024 or what
     half of the memory that training leaves has room for"""
     old_logp: Literal["auto", "engine", "recompute"] = "auto"
-    """old log-probabilities: the engine's, or computed anew by the trainer; auto: the native engine's in float32, and in
-    bfloat16 as long as the measured difference is harmless; with vLLM always anew"""
+    """old log-probabilities: the engine's, or computed anew by the trainer; auto: the native engine's in float32, and
+    in bfloat16 as long as the measured difference is harmless; with vLLM always anew"""
     dynamic: bool | None = None
     """drop groups whose rewards are all equal and sample others instead; None: as the algorithm was published"""
     oversample: float = 1.25

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import json
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..algorithms import Algorithm
-from ..models.counts import Counts
 from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
+from ..models.counts import Counts
 from ..models.meta import Shell, shell
 from . import devices, memory
 from .config import Config
