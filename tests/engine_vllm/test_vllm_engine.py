@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from engine_vllm.models import (
+from engine_vllm.small_models import (
     CLOSE,
     ENDS,
     PROMPTS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rpg
-from engine_vllm.models import PROMPTS, make
+from engine_vllm.small_models import PROMPTS, make
 from rpg.rollout.vllm import VllmEngine, merged_state, stored_state
 from rpg.train.config import Config, RolloutConfig
 from rpg.train.update import OldLogp

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine_vllm.models import needs_vllm
+from engine_vllm.small_models import needs_vllm
 
 pytestmark = needs_vllm
 TINY = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from engine_vllm.models import CLOSE, PROMPTS, make, needs_vllm, starting, tokens, worst
+from engine_vllm.small_models import CLOSE, PROMPTS, make, needs_vllm, starting, tokens, worst
 from rpg.rollout import NotFinite
 
 pytestmark = needs_vllm

@@ -342,6 +342,17 @@ def test_long_curves_are_thinned_evaluations_are_not_and_the_page_says_so(tmp_pa
     assert "mean of 3 steps" not in report.page([run_of(tmp_path, rows=rows[:900])])
 
 
+def test_parts_of_the_reward_and_of_a_mixture_have_their_curves(tmp_path):
+    names = ("reward/part/correct", "reward/part/my.score", "reward/solved", "reward/solved/gsm8k")
+    run = run_of(tmp_path, rows=[{"step": i, **dict.fromkeys(names, 0.5)} for i in (1, 2)])
+    drawn = {chart.key: chart.series for chart in present([run])}
+    assert drawn["parts"] == {"reward/part/correct": "correct", "reward/part/my.score": "my.score"}
+    assert drawn["sources"] == {"reward/solved/gsm8k": "gsm8k"}
+    page = report.page([run])
+    assert 'id="chart-parts"' in page
+    assert "reward/part/my.score" in page
+
+
 def test_charts_without_a_number_are_left_out(tmp_path):
     run = run_of(tmp_path, rows=[{"step": 1, "kl/old": 0.1, "kl/ref": math.nan}])
     assert [(chart.key, list(chart.series)) for chart in present([run])] == [("kl", ["kl/old"])]

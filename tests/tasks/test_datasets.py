@@ -89,9 +89,9 @@ def test_copies_are_merged_and_chinese_left_out(folder):
     assert [p.prompt for p in load_task("dapo-math-17k-en", test="aime24").train] == ["one", "two"]
 
 
-def test_prompts_that_say_how_to_answer_are_plain(folder):
+def test_prompts_that_say_how_to_answer_are_left_alone(folder):
     task = load_task("aime24")
-    assert task.test == [Problem(DAPO.format("Find $n$."), "540", template="plain", source="aime24")]
+    assert task.test == [Problem(DAPO.format("Find $n$."), "540", template="wrapped", source="aime24")]
     assert "aime24: 960 rows" not in task.notes
     assert "aime24: 32 rows are 1 problems: copies are merged" in task.notes
 

@@ -131,6 +131,11 @@ def test_notes():
     )
     assert "and 1 nearly, 1 of them" in next(notes([Problem(base, "2")], variant))
 
+    few = [Problem(base, "1"), Problem(base + " x", "1")]
+    others = [Problem(" ".join(text(rng, 60)), "1") for _ in range(1100)]
+    assert "and 1 nearly" in next(notes([*few, *others[:900]], {}))
+    assert list(notes([*few, *others], {})) == []  # one in a thousand is none
+
     class Endless(list):
         def __len__(self):
             return ENDLESS

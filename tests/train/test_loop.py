@@ -386,3 +386,7 @@ def test_evaluations_do_not_count_as_time_of_the_run(tmp_path: Path, monkeypatch
 def test_no_checkpoint_is_written_where_none_is_kept(tmp_path: Path) -> None:
     assert train(tiny(tmp_path, checkpoint=CheckpointConfig(keep=0)))["step"] == 2
     assert not (tmp_path / "checkpoints").exists()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(Failed, match=r"^nothing to resume in .* with checkpoint.keep 0"):
+        train(tiny(tmp_path, steps=3, checkpoint=CheckpointConfig(keep=0)), resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before

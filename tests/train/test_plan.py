@@ -190,7 +190,8 @@ def test_assumptions_move_the_time():
     assert found.evaluations == 6  # at 0, 10, …, 50
     assert found.middle.run == pytest.approx(50 * found.middle.seconds.step + 6 * found.middle.seconds.evaluation)
     short = plan(replace(QWEN, minutes=1.0, eval=EvalConfig(every=0)), "h200")
-    assert short.middle.run == pytest.approx(60 + 2 * short.middle.seconds.evaluation)
+    spent = short.middle.run - 2 * short.middle.seconds.evaluation
+    assert 60 <= spent < 60 + short.middle.seconds.step  # the step that is under way is finished
 
 
 def test_a_slower_device_takes_longer():

@@ -66,6 +66,10 @@ def test_the_template_of_the_run_goes_before_the_problems(policy):
     assert text(policy, boxed, settings()).startswith("1+1\n\nPlease reason")
     assert text(policy, boxed, settings(template="plain")) == "1+1"
     assert text(policy, plain, settings(template="Q: {prompt}\\boxed{}")) == "Q: 1+1\n\\boxed{}"
+    asks_itself = Problem("1+1 Answer:", "2", template="wrapped")
+    assert (
+        text(policy, asks_itself, settings(template="boxed")) == text(policy, asks_itself, settings()) == "1+1 Answer:"
+    )
 
 
 def test_system_prompts_and_options_reach_the_chat_template(chatting):

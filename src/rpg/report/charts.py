@@ -23,6 +23,8 @@ class Chart:
     """with stacked: the metric that the parts add up to, drawn where there are several runs"""
     quiet: tuple[str, ...] = ()
     """curves that are off at first: they would squash the others"""
+    begins: str = ""
+    """instead of series: every metric whose name begins so"""
 
 
 CHARTS = (
@@ -33,6 +35,22 @@ CHARTS = (
         "prompts or has found a hole in the reward.",
         {"reward/mean": "mean", "reward/std": "std"},
         quiet=("reward/std",),
+    ),
+    Chart(
+        "parts",
+        "Parts of the reward",
+        "Mean of each part, before its weight. A part that rises alone is easier than the task: see whether the "
+        "answers follow.",
+        {},
+        begins="reward/part/",
+    ),
+    Chart(
+        "sources",
+        "Solved, by dataset",
+        "Share of the training responses that are right, for each part of a mixture.",
+        {},
+        "share",
+        begins="reward/solved/",
     ),
     Chart(
         "groups",
@@ -131,6 +149,13 @@ TRAINING_ACCURACY = "reward/solved"
 
 def present(runs: Iterable[Run]) -> tuple[Chart, ...]:
     """The charts, and in them the curves, that some run has a finite number for."""
-    names = {name for run in runs for row in run.rows for name, value in row.items() if finite(value) is not None}
-    cut = (replace(c, series={name: text for name, text in c.series.items() if name in names}) for c in CHARTS)
+    names = {name: None for run in runs for row in run.rows for name, x in row.items() if finite(x) is not None}
+    cut = (replace(c, series=_series(c, names)) for c in CHARTS)
     return tuple(chart for chart in cut if chart.series)
+
+
+def _series(chart: Chart, names: Iterable[str]) -> dict[str, str]:
+    """Of these names, the chart's own."""
+    if chart.begins:
+        return {name: name.removeprefix(chart.begins) for name in names if name.startswith(chart.begins)}
+    return {name: text for name, text in chart.series.items() if name in set(names)}

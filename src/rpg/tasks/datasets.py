@@ -12,6 +12,7 @@ from .files import SUFFIXES, problems_of, rows_of
 from .hub import HubId, load_hub
 from .overlap import merge, wrapped
 from .task import Problem
+from .templates import WRAPPED
 
 FOLDER = "RPG_DATA"
 CJK = re.compile(r"[\u3400-\u9fff]")  # Chinese characters
@@ -137,7 +138,7 @@ def prepare(
     if copies:
         notes.append(f"{name}: {len(chosen):,} rows are {len(unique):,} problems: copies are merged")
     usual = template or "plain"
-    return [replace(p, template="wrapped" if wrapped(p.prompt) else usual, source=name) for p in unique], notes
+    return [replace(p, template=WRAPPED if wrapped(p.prompt) else usual, source=name) for p in unique], notes
 
 
 def _local(split: Split) -> Path | None:

@@ -19,6 +19,7 @@ NEAR = 0.8
 RUN = 5  # words
 BANDS, ROWS = 16, 4  # of MinHash
 CROWD = 50  # candidates of one key that are looked at
+FEW = 0.001  # near repeats within the training set, as a share: not told at every start
 MOST = 30_000  # problems that are compared when a task is loaded: some two seconds
 
 Text = tuple[int, ...]  # the numbers of a problem's words
@@ -110,7 +111,10 @@ def notes(train: Sequence[Problem], tests: Mapping[str, Sequence[Problem]]) -> I
         return
     index = Index(train)
     found = {name: index.overlap(test) for name, test in tests.items()}
-    yield from lines(index.repeated, {name: part for name, part in found.items() if part.matters})
+    within = index.repeated
+    if not within.same and len(within.near) < FEW * within.of:  # every collection has some
+        within = Overlap((), within.of)
+    yield from lines(within, {name: part for name, part in found.items() if part.matters})
 
 
 def lines(within: Overlap, tests: Mapping[str, Overlap]) -> Iterator[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from ..names import choose
 
 PLACE = "{prompt}"
+WRAPPED = "wrapped"  # the template of problems that say themselves how to answer: a run's own leaves them alone
 TEMPLATES = {
     "plain": "{prompt}",
-    "wrapped": "{prompt}",  # of problems that say themselves how to answer: a run's own template leaves them alone
     # Qwen2.5-Math's instruction
     "boxed": "{prompt}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
     # as in the data of DAPO (arXiv:2503.14476)
@@ -31,6 +31,8 @@ def fill(template: str, prompt: str) -> str:
 @lru_cache(maxsize=64)
 def template_text(template: str) -> str:
     """By name, from a file (``@prompt.txt``), or the text itself."""
+    if template == WRAPPED:
+        return PLACE
     if template in TEMPLATES:
         return TEMPLATES[template]
     text = _read(template[1:]) if template.startswith("@") else template

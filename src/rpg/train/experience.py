@@ -16,7 +16,7 @@ from ..algorithms import Algorithm
 from ..policy import Policy
 from ..rollout import Engine, Rollout
 from ..tasks import ENDLESS, Problem, Scorer, Scores, Task
-from ..tasks.templates import fill
+from ..tasks.templates import WRAPPED, fill
 from .config import Config
 from .randomness import permutation, stream
 
@@ -300,6 +300,6 @@ def encode_prompt(policy: Policy, problem: Problem, config: Config) -> list[int]
 def prompt_parts(problem: Problem, config: Config) -> tuple[str, bool | None, str | None]:
     """(text, chat, system prompt): the run's settings go before what the dataset brings along."""
     own = config.task
-    template = own.template if own.template is not None and problem.template != "wrapped" else problem.template
+    template = own.template if own.template is not None and problem.template != WRAPPED else problem.template
     text = fill(template, problem.prompt)
     return text, own.chat, (problem.system if own.system is None else own.system) or None

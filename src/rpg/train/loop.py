@@ -101,6 +101,8 @@ def _set_up(
             raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
         stack.enter_context(locked(folder))
         found = checkpoint.load(folder / "checkpoints", warn)
+        if found is None and config.checkpoint.keep == 0:
+            raise ValueError(f"nothing to resume in {folder}: with checkpoint.keep 0 no checkpoint is written")
         if found is None and checkpoint.found(folder / "checkpoints"):
             raise ValueError(
                 f"no checkpoint in {folder} is whole: nothing to resume from (a new run needs a new --output)"
@@ -258,6 +260,8 @@ class Trainer:
 
     @property
     def _resuming(self) -> str:
+        if self.config.checkpoint.keep == 0:
+            return "there is nothing to go on from, as checkpoint.keep is 0"
         return f"go on with: rpg train --resume --output {shlex.quote(self.config.output)}"
 
     def step(self, step: int, logs: RunLogs) -> None:
