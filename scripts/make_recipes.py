@@ -123,7 +123,8 @@ loss:
 """,
     "reinforce++": """\
 loss:
-  divergence: k1            # the authors' script has its KL in the loss, as k1, which has no signal on-policy
+  divergence: k1            # the authors' script has its KL in the loss, as k1, which has no signal on-policy;
+                            # the preset's KL in the reward is nil here, since the reference is the sampling policy
   beta: 1.0e-4              # appendix H
   high: 0.28                # the authors' script
 """,

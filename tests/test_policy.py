@@ -315,6 +315,46 @@ def test_system_prompt_and_options_go_to_the_template():
         unclosed.encode("w5")
 
 
+def test_a_system_prompt_that_the_template_drops_is_refused():
+    deaf = Policy(tiny.make(), tiny.tokenizer("{{ messages[-1]['content'] }} w11"))
+    assert deaf.encode("w5") == [5, 11]
+    with pytest.raises(ValueError, match=r"^the model's chat template ignores the system prompt: [^\n]*$"):
+        deaf.encode("w5", system="w6")
+    usual = "{{ messages[0]['content'] if messages[1] is defined else 'w6' }} {{ messages[-1]['content'] }}"
+    chosen = Policy(tiny.make(), tiny.tokenizer(usual))
+    assert chosen.encode("w5", system="w6") == chosen.encode("w5") == [6, 5]  # as what it says by itself
+
+
+@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "add_generation_prompt", "truncation", "return_dict"])
+def test_what_is_no_option_of_the_template_is_refused(name):
+    chat = Policy(tiny.make(), tiny.tokenizer(CHAT))
+    with pytest.raises(
+        ValueError, match=rf"^task.chat_options.{name} is no option of the chat template: leave it out$"
+    ):
+        chat.encode("w5", options={"enable_thinking": False, name: False})
+
+
+def test_an_empty_template_is_none():
+    empty = Policy(tiny.make(), tiny.tokenizer(""))
+    assert empty.tokenizer.chat_template == ""
+    assert empty.encode("w5") == [5]
+    with pytest.raises(ValueError, match="has no chat template"):
+        empty.encode("w5", chat=True)
+
+
+def test_a_prompt_does_not_end_in_an_end_token():
+    from tokenizers import processors
+
+    tokenizer = tiny.tokenizer()
+    single = processors.TemplateProcessing(single="w2 $A <eos> w7", special_tokens=[("w2", 2), ("<eos>", 1), ("w7", 7)])
+    tokenizer.backend_tokenizer.post_processor = single
+    chosen = Policy(tiny.make(), tokenizer)
+    chosen.model.generation_config.eos_token_id = [1, 7]
+    assert tokenizer("w5")["input_ids"] == [2, 5, 1, 7]
+    assert chosen.encode("w5") == [2, 5]
+    assert chosen.encode("") == [2]
+
+
 def test_a_first_token_is_written_once():
     """By the template where there is one, else by the tokenizer."""
     from tokenizers import processors
@@ -360,6 +400,39 @@ def test_end_tokens_are_the_tokenizers_the_models_and_those_asked_for():
     with pytest.raises(ValueError, match=r"^the model has no end token: name one with --rollout.end_tokens$"):
         chosen.end_ids()
     assert chosen.end_ids("w9") == [9]
+
+
+def test_white_space_names_no_end_token():
+    assert policy().end_ids("") == [1]
+    for text in (" ", "\n\n"):
+        with pytest.raises(ValueError, match=r"^rollout.end_tokens: white space cannot be named[^\n]*$"):
+            policy().end_ids(text)
+
+
+def without_ends():
+    tokenizer, model = tiny.tokenizer(CHAT), tiny.make()
+    tokenizer.eos_token = model.generation_config.eos_token_id = model.config.eos_token_id = None
+    return model, tokenizer
+
+
+def test_a_model_without_an_end_token_of_its_own():
+    chosen = Policy(*without_ends())
+    assert chosen.end_ids("w9") == [9]
+    assert chosen.decode([5, 6, 9, 0]) == "w5 w6 w9"
+
+
+def test_an_end_token_that_pads_is_not_unknown():
+    model, tokenizer = without_ends()
+    tokenizer.pad_token, model.generation_config.eos_token_id = None, [10, 1]
+    chosen = Policy(model, tokenizer)
+    assert tokenizer.pad_token_id == 10  # which CHAT writes after every message
+    assert chosen.unknown_ids == set()
+    model, tokenizer = without_ends()
+    tokenizer.pad_token, tokenizer.bos_token = None, "w9"
+    assert Policy(model, tokenizer).unknown_ids == set()
+    assert tokenizer.pad_token_id == 9
+    tokenizer.unk_token, tokenizer.pad_token = "w3", "w4"
+    assert Policy(model, tokenizer).unknown_ids == {3, 4}
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token():

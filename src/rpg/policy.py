@@ -22,6 +22,10 @@ from .models.loading import complete, first_line, load
 if TYPE_CHECKING:
     from .train.config import PeftConfig
 
+OF_TOKENIZER = (  # what apply_chat_template takes for itself
+    *("add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+)
 CHUNK_ELEMENTS = 2**25  # logits held at once where the head is not linear
 
 
@@ -45,6 +49,7 @@ class Policy:
         self.fresh = False  # with that adapter off it is the model that it began as
         self.linear = head_is_linear(model)  # else the model's own logits are used
         self._configs = configs_of(model)
+        self._system_read = False  # whether the chat template is known to show the system prompt
         self.apart = self.linear or self._head_comes_apart()
         self.padded_because = self._misfit() if self.apart else "its head cannot be called apart from its layers"
 
@@ -77,7 +82,7 @@ class Policy:
         if adapters.adapted(model):
             adapters.check_same(model, method, settings)
         elif method is not None:
-            model = adapters.attach(model, method, settings, _lasting(name))
+            model = adapters.attach(model, method, settings, _lasting(name, (options or {}).get("subfolder")))
             fresh = adapters.began_as_nothing(model)
         policy = cls(model, tokenizer, temperature)
         policy.fresh = fresh
@@ -96,8 +101,8 @@ class Policy:
     @property
     def unknown_ids(self) -> set[int]:
         """Tokens that stand for text the tokenizer has no token for."""
-        padding = {self.tokenizer.pad_token_id} - {self.tokenizer.eos_token_id}
-        return (padding | {self.tokenizer.unk_token_id}) - {None}
+        known = {*self._own_ends(), self.tokenizer.bos_token_id, None}  # these may stand for padding too
+        return {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id} - known
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Those that are trained, by name."""
@@ -114,13 +119,27 @@ class Policy:
 
         ``system`` is the system prompt, ``options`` go to the template: enable_thinking=False, say.
         """
-        has = getattr(self.tokenizer, "chat_template", None) is not None
+        has = bool(getattr(self.tokenizer, "chat_template", None))
         if chat is False or (chat is None and not has):
             if system:
                 raise ValueError("a system prompt needs the model's chat template: leave task.system empty")
-            return list(self.tokenizer(prompt, verbose=False)["input_ids"])
+            ids, ends = list(self.tokenizer(prompt, verbose=False)["input_ids"]), self._own_ends()
+            while len(ids) > 1 and ids[-1] in ends:  # which some tokenizers append
+                ids.pop()
+            return ids
         if not has:
             raise ValueError("the model has no chat template: give --task.chat false, or a model made for chat")
+        for name in options or {}:
+            if name in OF_TOKENIZER:
+                raise ValueError(f"task.chat_options.{name} is no option of the chat template: leave it out")
+        ids = self._through_the_template(prompt, system, options)
+        if system and not self._system_read:
+            if ids == self._through_the_template(prompt, system + ".", options):
+                raise ValueError("the model's chat template ignores the system prompt: leave task.system empty")
+            self._system_read = True
+        return ids
+
+    def _through_the_template(self, prompt: str, system: str | None, options: Mapping[str, Any] | None) -> list[int]:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         try:  # the template writes the first token itself, where there is one: none is added
@@ -135,10 +154,9 @@ class Policy:
     def end_ids(self, extra: str | None = None) -> list[int]:
         """Tokens that end a response: the tokenizer's, those of the model's configs, and ``extra``, texts of one token
         each with spaces between."""
-        model = self.model
-        ends = [self.tokenizer.eos_token_id]
-        ends += [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
-        found = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+        if extra and not extra.strip():
+            raise ValueError("rollout.end_tokens: white space cannot be named: it stands between tokens")
+        found = self._own_ends()
         for text in (extra or "").split():
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) != 1 or self.tokenizer.decode(ids).strip() != text:
@@ -148,13 +166,19 @@ class Policy:
             raise ValueError("the model has no end token: name one with --rollout.end_tokens")
         return sorted(set(found))
 
+    def _own_ends(self) -> list[int]:
+        model = self.model
+        ends = [self.tokenizer.eos_token_id]
+        ends += [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
+        return [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, special tokens such as <think> included; not the model's own end, beginning and padding tokens."""
         return str(self.tokenizer.decode([t for t in tokens if t not in self._unread], skip_special_tokens=False))
 
     @cached_property
     def _unread(self) -> set[int | None]:
-        return {*self.end_ids(), self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
+        return {*self._own_ends(), self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
 
     def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
         """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
@@ -360,7 +384,9 @@ def head_is_linear(model: Any) -> bool:
     return full.shape == by_hand.shape and bool((full - by_hand).abs().max() <= near)
 
 
-def _lasting(name: str) -> str:
+def _lasting(name: str, subfolder: str | None) -> str:
     """A model's name, such that it is found from any folder."""
     path = BUILTIN if name == "builtin" else Path(name).expanduser()
+    inner = path / (subfolder or "")
+    path = inner if inner.is_dir() else path
     return str(path.resolve()) if path.exists() else name

@@ -116,8 +116,16 @@ def test_an_adapter(tmp_path):
 
 
 def test_averaged_weights_are_evaluated(tmp_path):
-    rows = train(tmp_path / "run", "--steps", 2, "--optim.name", "schedule-free")
+    """In the run as after it, from the checkpoint, which holds them; sampling goes on with those that are stepped."""
+    every = ("--eval.every", 1, "--checkpoint.every", 1, "--checkpoint.keep", 9)
+    how = ("--optim.name", "schedule-free", "--optim.lr", "1e-3", "--optim.warmup", "0")
+    rows = train(tmp_path / "run", "--steps", 3, *every, *how)
     assert all(row["mismatch/max_log_ratio"] < 1e-3 for row in rows[1:])
+    done = rpg("eval", tmp_path / "run", "--checkpoint", 2, "--k", 2, "--problems", 16, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    after = {key: value for key, value in json.loads(done.stdout).items() if key != "model"}
+    assert after["eval/arithmetic/length"] > 0
+    assert {key: rows[2][key] for key in after} == pytest.approx(after, abs=1e-6)
 
 
 def test_an_option_that_does_not_go_is_one_line(tmp_path):

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import tiny
 from rollout.engines import engine, forward_logp
@@ -246,6 +247,24 @@ def test_transformers_loads_it_by_itself(base, tmp_path):
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}])
+def test_saving_asks_no_hub_and_keeps_the_trained_weights(options, base, tmp_path, monkeypatch):
+    policy = learn(load(base, PeftConfig("lora", {"r": 4, **options})))
+    vars(policy.model)[adapters.WRAPPER].peft_config["default"].base_model_name_or_path = "org/name"
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr(peft.utils.save_and_load, "check_file_exists_on_hf_hub", fail)
+    policy.save(tmp_path / "saved")
+    found = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert sum(x.numel() for x in found.values()) == sum(p.numel() for _, p in policy.parameters())
+    about = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    about["base_model_name_or_path"] = str(base)
+    (tmp_path / "saved" / "adapter_config.json").write_text(json.dumps(about))
+    assert torch.equal(logits(Policy.load(str(tmp_path / "saved")).model), logits(policy.model))
+
+
 def test_the_builtin_model_is_found_from_anywhere(tmp_path, monkeypatch):
     policy = Policy.load("builtin", peft=LORA)
     policy.save(tmp_path / "saved")
@@ -273,12 +292,40 @@ def test_the_builtin_model_is_found_from_anywhere(tmp_path, monkeypatch):
         ("prefix_tuning", {}, "prefix_tuning learns a prompt"),
         ("prompt_tuning", {}, "prompt_tuning learns a prompt"),
         ("adalora", {}, "adalora does not work here"),
+        ("lora", {"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 changes the model at random: take pissa"),
+        ("ia3", {"target_modules": ["q_proj"]}, "ia3 does not fit this model: .*feedforward_modules.* subset"),
+        ("trainable_tokens", {}, "trainable_tokens does not fit this model: "),
+        ("lora", {"alora_invocation_tokens": [5, 6]}, "lora does not fit this model: its weights do not change what"),
         (None, {"r": 4}, "peft.options without a method"),
     ],
 )
 def test_a_mistake_is_one_line(method, options, text, base):
     with pytest.raises(ValueError, match=rf"^[^\n]*{text.replace('?', '[?]')}[^\n]*$"):
         load(base, PeftConfig(method, options))
+
+
+def test_what_a_method_lacks_is_one_line(base, monkeypatch):
+    def fail(self):
+        raise ImportError("this method needs\na package")
+
+    monkeypatch.setattr(peft.LoraConfig, "__post_init__", fail)
+    with pytest.raises(ValueError, match=r"^peft.options of lora: this method needs a package$"):
+        load(base)
+
+
+def test_an_adapter_that_was_split_off_at_random_is_not_loaded(base, tmp_path):
+    load(base).save(tmp_path / "saved")
+    about = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    about["init_lora_weights"] = "pissa_niter_4"
+    (tmp_path / "saved" / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=r"^[^\n]*pissa_niter_4 changes the model at random[^\n]*$"):
+        Policy.load(str(tmp_path / "saved"))
+
+
+def test_tokens_that_are_trained_need_not_be_the_first_ones(base):
+    policy = load(base, PeftConfig("trainable_tokens", {"token_indices": [30, 31]}))
+    assert policy.fresh
+    assert learn(policy).score(IDS, START, MASK).logp_BT.sum() > load(base).score(IDS, START, MASK).logp_BT.sum()
 
 
 def test_an_adapter_goes_on_as_what_it_is(base, tmp_path):

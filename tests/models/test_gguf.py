@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+import tiny
 from models.gguf_files import MODELS, SPECIAL, made, permuted, tokens, write
 from rpg.models.gguf import end_ids
 from rpg.models.loading import load
@@ -86,6 +87,16 @@ def test_text_and_ends_are_from_the_file(tmp_path):
     assert policy.decode([tokens().index("ab"), end, 37]) == "ab"
     known = end_ids(gguf.GGUFReader(write(tmp_path / "none.gguf", made("qwen2"), ends=False)))
     assert known == [39, 37]  # by what they are called
+
+
+def test_tokenizer_files_beside_it_are_not_its_own(tmp_path):
+    alone = Policy.load(str(write(tmp_path / "m.gguf", made("llama"))))
+    tiny.tokenizer("{{ messages[0]['content'] }}").save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").exists()
+    found = Policy.load(str(tmp_path / "m.gguf"))
+    assert found.encode("abc") == alone.encode("abc")
+    assert found.encode("abc", chat=False) == [tokens().index("abc")]
+    assert found.end_ids() == [37, 39]
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path):

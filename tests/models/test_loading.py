@@ -14,7 +14,9 @@ import tiny
 from models.gguf_files import made, write
 from rpg.models import adapters, loading
 from rpg.models.loading import load
+from rpg.models.meta import config_of, shell
 from rpg.policy import Policy
+from rpg.train.config import PeftConfig
 
 ONE_LINE = r"^[^\n]*{}[^\n]*$".format
 ASK = """
@@ -117,6 +119,7 @@ def test_names_that_mean_nothing():
         "./nowhere": "no such folder",
         "a b": "neither a folder nor a hub id",
         "./x.gguf": "no file ./x.gguf",
+        "bultin": "did you mean builtin[?]",
         "x.gguf": "on the hub it is org/name/file.gguf",
     }.items():
         with pytest.raises(ValueError, match=ONE_LINE(text)):
@@ -157,6 +160,64 @@ def test_a_subfolder_is_of_the_first_model(tmp_path):
     folder(tmp_path / "m" / "inner")
     assert total(load(str(tmp_path / "m"), options={"subfolder": "inner"})[0]) == total(tiny.make())
     assert total(load(str(tmp_path / "m" / "inner"), options={"subfolder": "inner"})[0]) == total(tiny.make())
+
+
+def nested(path):
+    """A model, and another one in its subfolder: (folder, how the inner one is loaded)."""
+    folder(path)
+    Policy(tiny.make(spread=0.5), tiny.tokenizer()).save(path / "inner")
+    return path, {"subfolder": "inner"}
+
+
+def test_an_adapter_goes_on_the_model_in_the_subfolder(tmp_path):
+    path, options = nested(tmp_path / "m")
+    policy = Policy.load(str(path), options=options, peft=PeftConfig("lora", {"r": 2, "init_lora_weights": False}))
+    policy.save(tmp_path / "saved")
+    about = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    for named in (path / "inner", path):  # as it is written now; as a base of that name is meant
+        (tmp_path / "saved" / "adapter_config.json").write_text(
+            json.dumps(about | {"base_model_name_or_path": str(named)})
+        )
+        again = Policy.load(str(tmp_path / "saved"), options=options)
+        assert total(again.model) == total(policy.model)
+    assert about["base_model_name_or_path"] == str(path / "inner")
+    (tmp_path / "saved").rename(path / "adapters")
+    (path / "adapters" / "adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": str(path)}))
+    assert total(load(str(path), options={"subfolder": "adapters"})[0]) == pytest.approx(
+        total(policy.model) - total(tiny.make(spread=0.5)) + total(tiny.make())
+    )
+
+
+def test_the_shape_is_that_of_the_subfolder(tmp_path):
+    folder(tmp_path / "m", "qwen3")
+    folder(tmp_path / "m" / "inner", "llama")
+    (tmp_path / "n").mkdir()
+    (tmp_path / "m" / "inner").rename(tmp_path / "n" / "inner")
+    folder(tmp_path / "m" / "inner", "llama")
+    for place in ("m", "n"):
+        assert config_of(str(tmp_path / place), {"subfolder": "inner"})[0].model_type == "llama"
+    assert config_of(str(tmp_path / "m"), {"subfolder": "nonesuch"})[0].model_type == "qwen3"
+    assert type(shell(str(tmp_path / "n"), torch.float32, {"subfolder": "inner"}).model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}),
+        ({"top_k": 20}, {"do_sample": True, "top_k": 20}),
+        ({"early_stopping": True, "pad_token_id": -1}, {"early_stopping": None, "pad_token_id": None}),
+        ({"do_sample": True, "top_k": 20, "pad_token_id": 0}, {"do_sample": True, "top_k": 20, "pad_token_id": 0}),
+    ],
+)
+def test_generation_settings_that_contradict_each_other_can_be_saved(settings, kept, tmp_path):
+    path = folder(tmp_path / "m")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5], "bos_token_id": 2, **settings}))
+    policy = Policy.load(str(path))
+    policy.save(tmp_path / "saved")
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert (found.eos_token_id, found.bos_token_id) == ([1, 5], 2)
+    assert {key: getattr(found, key) for key in kept} == kept
+    assert Policy.load(str(tmp_path / "saved")).end_ids() == policy.end_ids() == [1, 5]
 
 
 # ---- the hub ---------------------------------------------------------------------------------------------------------

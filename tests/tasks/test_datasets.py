@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rpg.tasks import Problem, load_task
+from rpg.tasks import Problem, load_task, load_tests
 from rpg.tasks.datasets import DATASETS, dataset_name
 from rpg.tasks.hub import HubId
 
@@ -108,6 +108,36 @@ def test_a_tenth_is_held_out_unless_there_is_a_test_set(folder):
     assert (len(named.train), len(named.test)) == (2, 1)
 
 
+def test_files_leave_rows_without_an_answer_out(folder):
+    task = load_task(str(folder / "math-train.json"), test="math-500")
+    assert len(task.train) == 2
+    assert "math-train: 1 rows without an answer are left out" in task.notes
+    (folder / "own.json").write_text('[{"prompt": "p", "answer": null}]')
+    refused(str(folder / "own.json"), "own.json: row 1|'answer' is empty, as in all rows|'prompt', 'answer'|answer_key")
+
+
+def test_no_held_out_problem_is_in_the_training_set_in_another_spelling(folder):
+    rows = json.loads(b"[" + gsm8k(0, 100).replace(b"}\n", b"},").rstrip(b",") + b"]")
+    others = [row | {"question": row["question"].upper().rstrip("?")} for row in rows]
+    (folder / "own.jsonl").write_bytes(lines(*rows, *others))
+    task = load_task(str(folder / "own.jsonl"))
+    assert len(task.train) + len(task.test) == 200
+    assert any("train" in note and "repeat" in note for note in task.notes)
+    assert not any("are in the training set" in note for note in task.notes)
+
+
+def test_a_mixture_of_two_files_of_the_same_name(folder):
+    (folder / "a").mkdir()
+    (folder / "own.jsonl").write_bytes(gsm8k(0, 50))
+    (folder / "a" / "own.jsonl").write_bytes(gsm8k(50, 90))
+    paths = [str(folder / "own.jsonl"), str(folder / "a" / "own.jsonl")]
+    task = load_task(f"0.5*{paths[0]} + 0.5*{paths[1]}")
+    assert {name: len(test) for name, test in task.tests.items()} == {
+        "own": len(load_task(paths[0]).test),
+        paths[1]: len(load_task(paths[1]).test),
+    }
+
+
 def test_several_test_sets(folder):
     task = load_task("gsm8k", test="math-500, aime24, gsm8k")
     assert {name: len(problems) for name, problems in task.tests.items()} == {"math-500": 1, "aime24": 1, "gsm8k": 5}
@@ -117,8 +147,12 @@ def test_several_test_sets(folder):
     twice = load_task("gsm8k", test=f"{folder / 'own.jsonl'},{folder / 'a' / 'own.jsonl'}")
     assert list(twice.tests) == ["own", str(folder / "a" / "own.jsonl")]
     assert "own: 3 of 3 problems are in the training set and stay there, such as 'How many are 0 and 0?'" in twice.notes
+    assert list(load_task("gsm8k", test="gsm8k,math-500, gsm8k").tests) == ["gsm8k", "math-500"]
     with pytest.raises(ValueError, match=r"task\.test"):
         load_task("gsm8k", test=" ,")
+    for mixture in ("0.5*gsm8k + 0.5*math-500", "gsm8k + math-500", "2*gsm8k"):
+        with pytest.raises(ValueError, match=r"task\.test .* not mixed; write a, b"):
+            load_tests(mixture)
 
 
 def test_test_sets_with_rewards_of_their_own(folder):
@@ -162,6 +196,7 @@ def test_spellings():
         ("gsm9k", "unknown task 'gsm9k'|Did you mean 'gsm8k'?|.parquet|my_task.py:make"),
         ("./here", "cannot read here|.jsonl"),
         ("none.parquet", "no such file: none.parquet"),
+        ("gsm8k+math", "unknown task 'gsm8k+math'|0.7*gsm8k + 0.3*math, with spaces around the +"),
         ("aime24 + gsm8k", "aime24 has no problems to train on"),
     ],
 )
@@ -242,13 +277,27 @@ def answers(home):
         "org/bare": {"data/train.parquet": (home / "file.parquet").read_bytes()},
         "org/lacks": {"train.jsonl": lines({"text": "p", "label": "1"})},
         "math-ai/aime25": {"test.jsonl": lines({"problem": "Find $n$.", "answer": "70", "id": "0"})},
+        "org/hidden": {
+            "train.jsonl": lines(*({"problem": str(i), "answer": i or None} for i in range(30))),
+            "test.jsonl": lines({"problem": "p", "answer": None}),
+        },
         "org/gated": (403, "GatedRepo"),
         "org/locked": (401, "GatedRepo"),
         "org/busy": (503, ""),
     }
     names = (
         *("gsm8k", "openai/gsm8k@main", "openai/gsm8k@main#test", "openai/gsm8k", "openai/gsm8k@maim"),
-        *("openai/gsm8k@main#tests", "org/bare", "org/lacks", "org/gated", "org/locked", "org/busy", "org/none"),
+        *(
+            "openai/gsm8k@main#tests",
+            "org/bare",
+            "org/lacks",
+            "org/hidden",
+            "org/hidden#test",
+            "org/gated",
+            "org/locked",
+            "org/busy",
+            "org/none",
+        ),
         {"name": "org/lacks", "prompt_key": "text", "answer_key": "label", "test": "aime25"},
     )
     with Hub(repos) as hub:
@@ -265,6 +314,9 @@ def test_from_the_hub(answers):
     assert (only["train"], only["tests"]["gsm8k"]) == ([], named["tests"]["gsm8k"])
     assert [answers["org/bare"]["train"], answers["org/bare"]["tests"]] == [[["q", "8", "plain"]], {"bare": ["p"]}]
     assert "bare: 3 rows are 2 problems: copies are merged" in answers["org/bare"]["notes"]
+    hidden = answers["org/hidden"]  # a test set whose answers are not published
+    assert len(hidden["train"]) + len(hidden["tests"]["hidden"]) == 29
+    assert "hidden: 2 rows without an answer are left out" in hidden["notes"]
     assert answers["keys"]["train"] == [["p", "1", "plain"]]
     assert answers["keys"]["tests"] == {"aime25": ["Find $n$."]}
 
@@ -275,6 +327,7 @@ def test_from_the_hub(answers):
         ("openai/gsm8k", "several subsets|openai/gsm8k@main|main, socratic"),
         ("openai/gsm8k@maim", "no subset 'maim'|openai/gsm8k@main|main, socratic"),
         ("openai/gsm8k@main#tests", "no split 'tests'|openai/gsm8k@main#train|train, test"),
+        ("org/hidden#test", "org/hidden (test): row 1|'answer' is empty, as in all rows|task.answer_key"),
         ("org/lacks", "no prompt|'text', 'label'|task.prompt_key"),
         ("org/gated", "gated|accept its terms at https://huggingface.co/datasets/org/gated|`hf auth login`"),
         ("org/locked", "gated|https://huggingface.co/datasets/org/locked|`hf auth login`"),

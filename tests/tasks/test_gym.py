@@ -1,8 +1,11 @@
 """reasoning-gym's generators: splits that do not meet, its own scores on the final answer, one line for a mistake."""
 
+import json
+import pickle
+
 import pytest
 
-from rpg.tasks import ENDLESS, Scorer, load_task
+from rpg.tasks import ENDLESS, Scorer, gym, load_task
 from rpg.tasks.gym import TEMPLATE
 from rpg.tasks.task import Task
 
@@ -56,7 +59,7 @@ def test_scores_are_of_the_final_answer():
 
 
 def test_several_right_answers_in_a_process_of_its_own():
-    """A generator whose score needs more than the answer: the worker makes the problem anew."""
+    """A generator whose score needs more than the answer: the problem goes to the worker as well."""
     task = load_task("gym:word_sorting?max_words=4")
     problems = [*task.train[5000:5003], *task.test[:2]]
     right = [(f"<answer>{p.answer}</answer>", p.answer, p.prompt) for p in problems]
@@ -68,6 +71,37 @@ def test_several_right_answers_in_a_process_of_its_own():
     assert max(found.values[5:]) < 0.5
 
 
+def test_wrong_answers_do_not_count_as_solved():
+    task = load_task("gym:game_of_life")
+    for problem in task.train[:5]:
+        board = json.loads(problem.answer)
+        board[0][0] = 1 - board[0][0]
+        assert task.reward(f"<answer>{problem.answer}</answer>", problem.answer, problem.prompt) == 1
+        assert 0.4 < task.reward(f"<answer>{json.dumps(board)}</answer>", problem.answer, problem.prompt) <= 0.5
+    assert not task.notes
+
+
+def test_scores_that_take_anything_for_right_are_told():
+    assert load_task("gym:game_of_life_halting").notes[0] == (
+        "gym:game_of_life_halting: its score is 1 for nonsense in 3 of 3 trials: wrong answers count as solved"
+    )
+    other = load_task("gym:puzzle24").notes
+    assert len(other) == 1
+    assert "gym:puzzle24: its score is 1 for the answer to another problem in 3 of 3 trials" in other[0]
+    assert not load_task("gym:prime_factorization").notes  # whose score raises on nonsense
+
+
+def test_the_problem_travels_with_its_answer(monkeypatch):
+    """Some take seconds to make, which would be taken from the response's time."""
+    task = load_task("gym:word_sorting?max_words=4")
+    problem = pickle.loads(pickle.dumps(task.train[5]))
+    reward = pickle.loads(pickle.dumps(task.reward))
+    monkeypatch.setattr(gym, "_entry", None)
+    made = gym._dataset.cache_info().misses
+    assert reward(f"<answer>{problem.answer}</answer>", problem.answer, problem.prompt) == 1
+    assert gym._dataset.cache_info().misses == made
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -76,7 +110,7 @@ def test_several_right_answers_in_a_process_of_its_own():
         ("gym:basic_arithmetic?max_digit=3", "unknown option 'max_digit'|Did you mean 'max_digits'?"),
         ("gym:basic_arithmetic?seed=3", "unknown option 'seed'"),
         ("gym:basic_arithmetic?min_terms=0", "gym:basic_arithmetic cannot be made|min_terms"),
-        ("gym:composite", "gym:composite cannot be made"),
+        ("gym:composite", "gym:composite mixes others: write 0.5*gym:"),
     ],
 )
 def test_mistakes(name, words):

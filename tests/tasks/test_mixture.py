@@ -29,12 +29,18 @@ def test_names():
     assert parse("gsm8k") == [(1.0, "gsm8k")]
     assert parse("0.7*gsm8k + .3 * math") == [(0.7, "gsm8k"), (0.3, "math")]
     assert parse("gsm8k  +  2e1*a+b.jsonl") == [(1.0, "gsm8k"), (20.0, "a+b.jsonl")]
+    assert parse("1.*a + .5e1*b*c") == [(1.0, "a"), (5.0, "b*c")]
     assert parse("gym:x?a=1&b=2 + my_task.py:make") == [(1.0, "gym:x?a=1&b=2"), (1.0, "my_task.py:make")]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a + ", "beside nothing"), ("0*a + b", "weight of a|positive|0"), ("a + 2*a", "a stands there twice")],
+    [
+        ("a + ", "beside nothing"),
+        ("0*a + b", "weight of a|positive|0"),
+        *(("-1*a", "weight of a|-1"), ("nan*a + b", "weight of a|nan"), ("b + INF*a", "weight of a|inf")),
+        *(("a + 2*a", "a stands there twice"), ("gsm8k + GSM-8K", "gsm8k stands there twice")),
+    ],
 )
 def test_names_that_are_none(text, words):
     with pytest.raises(ValueError) as error:
@@ -117,6 +123,21 @@ def test_mixtures_of_mixtures_and_of_built_in_tasks():
     assert len(finite(Marked(task.train, 0, "x"))) == 10  # the endless part has none to count
     assert finite(load_task("arithmetic").train) == []
     assert load_task("arithmetic + countdown").trusted
+
+
+@pytest.mark.parametrize("reward", [score, other_score])
+def test_test_sets_of_the_same_name_stay_apart(reward):
+    tasks = [make("own", 3), make("own", 4, reward), make("own", 5)]
+    for task, prefix in zip(tasks, "xyz", strict=True):
+        task.test[0] = Problem(f"{prefix} test", "12")
+    task = mix(tasks, [1, 1, 1], given=["x/own.jsonl", "y/own.jsonl", "own"])
+    assert {name: problems[0].prompt for name, problems in task.tests.items()} == {
+        "own": "x test",
+        "y/own.jsonl": "y test",
+        "own (2)": "z test",
+    }
+    assert task.name == "own+y/own.jsonl+own (2)"
+    assert task.reward("12", task.tests["own (2)"][0].answer, "") == 1
 
 
 def test_a_part_without_problems():

@@ -82,6 +82,13 @@ def test_nearly_the_same_is_what_comparing_all_pairs_says():
     assert {pair.problem.prompt for pair in found.same} == {" ".join(t) for t in train[:25]}
 
 
+def test_four_fifths_are_nearly_the_same():
+    base, more = text(random.Random(4), 44), text(random.Random(5), 11)  # 40 runs, and one for each word more
+    index = Index([Problem(" ".join(base), "1")])
+    for added, near in ((10, 1), (11, 0)):  # 40 of 50, 40 of 51
+        assert len(index.overlap([Problem(" ".join(base + more[:added]), "1")]).near) == near
+
+
 def test_within_a_training_set():
     rng = random.Random(1)
     base = " ".join(text(rng, 60))

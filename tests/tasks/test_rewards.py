@@ -27,6 +27,9 @@ async def judge(response, answer, prompt):
 
 def pid(response, answer, prompt):
     return os.getpid()
+
+def huge(response, answer, prompt):
+    return float(response)
 """
 
 
@@ -134,6 +137,22 @@ def test_a_weight_of_zero_only_reports(own):
     assert (scores.values, scores.parts["mine.length"]) == ([1.0], [0.2])
 
 
+def test_a_sum_that_is_no_reward_is_a_failure(own):
+    """Of finite parts: too large for Python, for float32, or two infinities that cancel."""
+    responses = ["1e308", "1e38", "1", "-1e308"]
+    scores = score({f"{own}:huge": 10.0}, responses, on_error=-1.0)
+    assert scores.values == [-1.0, -1.0, 10.0, -1.0]
+    assert scores.solved == [False, False, True, False]
+    assert scores.failures == {"raised": 0, "timed_out": 0, "not_finite": 3}
+    assert scores.messages == ["the sum of weight × part is beyond ±3.4e+38"]
+    scores = score({"correct": 1.0, f"{own}:huge": 10.0}, ["1e308"], reward=lambda *_: 1.0)
+    assert (scores.values, scores.solved) == ([0.0], [True])  # as correct says
+    again = f"{os.path.dirname(own)}/./mine.py:huge"
+    scores = score({f"{own}:huge": 10.0, again: -10.0}, ["1e308", "1"])
+    assert (scores.values, scores.solved, scores.failures["not_finite"]) == ([0.0, 0.0], [False, False], 1)
+    assert score({"format": 1}, ["\\boxed{1}"], on_error=1.0).values == [1.0]
+
+
 def test_names_of_parts(tmp_path):
     def names(*specs):
         return [part.name for part in make_reward(None, dict.fromkeys(specs, 1.0), task())]
@@ -170,13 +189,36 @@ THINK = "<think>\nSix sevens.\n</think>\n\nIt is \\boxed{42}."
     [
         (
             "boxed",
-            ["so \\boxed{42}", "\\boxed{\\frac{1}{2}} it is", "\\boxed{wrong}", THINK, "\\boxed{} \\boxed{1}"],
-            ["42", "", "\\boxed{}", "\\boxed{ }", "\\boxed{42", "Answer: 42", "<think>\\boxed{42}</think> done"],
+            [
+                *("so \\boxed{42}", "\\boxed{\\frac{1}{2}} it is", "\\boxed{wrong}", THINK, "\\boxed{} \\boxed{1}"),
+                *(
+                    "\\boxed{\\pi}",
+                    "\\boxed{\\{\\}}",
+                    "\\boxed{\\text{B}}",
+                    "\\boxed{\\infty}",
+                    "\\boxed{<}",
+                    "\\boxed{[]-}",
+                ),
+            ],
+            [
+                *("42", "", "\\boxed{}", "\\boxed{ }", "\\boxed{42", "Answer: 42", "<think>\\boxed{42}</think> done"),
+                *(
+                    "\\boxed{\\,}",
+                    "\\boxed{$$}",
+                    "\\boxed{\\text{ }}",
+                    "\\boxed{\\quad.}",
+                    "\\boxed{\\\\}",
+                    "\\boxed{~}",
+                ),
+            ],
         ),
         (
             "answer",
             ["so\nAnswer: 42", "Answer: $42$\n\n", "**Answer:** 42", "answer : 42", "<think>x</think>\nAnswer: 1"],
-            ["42", "the Answer: 42", "Answer: 42\nI hope so", "Answer:", "Answer: **", "\\boxed{42}", "Answer 42"],
+            [
+                *("42", "the Answer: 42", "Answer: 42\nI hope so", "Answer:", "Answer: **", "\\boxed{42}", "Answer 42"),
+                *("Answer: .", "Answer: $", "Answer: $$.", "Answer: \\", "**Answer:** ___", "Answer: \\(\\)"),
+            ],
         ),
         (
             "think",
@@ -193,7 +235,29 @@ THINK = "<think>\nSix sevens.\n</think>\n\nIt is \\boxed{42}."
                 "<think>Six sevens.</think> Answer: 42",
             ],
         ),
-        ("plain", ["\\boxed{42}", "#### 42", "Answer: 42"], ["no idea", "", "<think>\\boxed{42}</think>"]),
+        (
+            "plain",
+            ["\\boxed{42}", "#### 42", "Answer: 42", "<answer>42</answer>"],
+            [
+                *("no idea", "", "<think>\\boxed{42}</think>"),
+                *("\\boxed{}", "<answer></answer>", "<answer> </answer>", "Answer: $", "#### .", "the answer is $."),
+            ],
+        ),
+        (
+            "{prompt} <think> reason </think> <answer> result </answer>",
+            ["<think>x</think> <answer>42</answer>", "x</think>\nso\n<answer>\nwrong\n</answer>\n"],
+            [
+                *("<answer>42</answer>", "<think>x</think>\\boxed{42}", "<think>x</think> <answer>.</answer>"),
+                *("<think>x</think> <answer>42", "<think>x</think> 42</answer>", "x</think></answer>42<answer>"),
+                *("<think>x</think> <answer>1</answer> <answer>2</answer>", "x</think><answer>42</answer> or so"),
+                "<think><answer>42</answer></think>",
+            ],
+        ),
+        (
+            "{prompt} <answer> \\boxed{} </answer>",
+            ["so <answer>it is \\boxed{42}</answer>"],
+            ["\\boxed{42}", "<answer>42</answer>", "\\boxed{42} <answer>42</answer>", "<answer>\\boxed{}</answer>"],
+        ),
         ("Q: {prompt} <think>", ["x</think>\n#### 42"], ["#### 42"]),
         ("{prompt} Write Answer: at last", ["Answer: 42"], ["#### 42"]),
     ],
@@ -218,7 +282,8 @@ def test_without_a_template_of_the_run_the_problems_templates_count():
 
 def test_hostile_responses_take_linear_time():
     start = time.perf_counter()
-    for text in ("<think>", "</think>", "{", "\\boxed{", "}", "*", "_ ", "answer", "Answer:", "\n", "\\boxed{}"):
-        for template in TEMPLATES.values():
+    texts = ["<think>", "</think>", "{", "\\boxed{", "}", "*", "_ ", "answer", "Answer:", "\n", "\\boxed{}"]
+    for text in (*texts, "<answer>", "</answer>", "\\text", "\\quad", "Answer: \\"):
+        for template in (*TEMPLATES.values(), "{prompt} <answer>"):
             well_formed(text * (400_000 // len(text)), "", "", asked=(template,))
     assert time.perf_counter() - start < 20

@@ -56,6 +56,17 @@ MEGABYTE = 1_000_000
         ("the answers are 7", None),
         ("I answered 7", None),
         ("7", None),
+        ("The answer is **7**.", "7."),
+        ("The answer is 7...", "7..."),
+        ("Answer: `7`", "7"),
+        ("The answer is:\n\\[\n7\n\\]", "7"),
+        ("#### Step 1\nand so on", None),
+        ("#### 1. Step\nand so on", None),
+        ("#### 7\n#### Check\nand so on", "7"),
+        ("#### Seven", "Seven"),
+        ("#### Final Answer\n\n7", "7"),
+        ("\\boxed{8}\n### Answer\n**7**", "7"),
+        ("\\boxed{8}\nThe answer\n7", "8"),
         ("####", None),
         ("####\n7", None),
         ("", None),
@@ -111,6 +122,8 @@ def test_arithmetic_is_not_left_to_the_reader(given, truth):
         ("\\boxed{42}", " ", "the truth is empty"),
         ("\\boxed{(1, 2)}", "(1,2)", "equal"),
         ("\\boxed{(1, 3)}", "(1,2)", "different"),
+        ("\\boxed{5_{}}", "101_2", "different"),  # no base, and no error
+        ("\\boxed{t+1}", "x+1", "different"),  # other unknowns: nothing to work out
         ("\\boxed{" + "x" * 601 + "}", "x", "different, and longer than 600 characters"),
         (None, "42", "not text"),
     ],
@@ -161,7 +174,23 @@ def test_never_raises(response, truth):
 
 
 @pytest.mark.parametrize(
-    "piece", [*PIECES, "\\boxed{}", "\\boxed ", "answer:", "answer is ", "9", "1,", "\\fbox", "}{", "(", " 1"]
+    "piece",
+    [
+        *PIECES,
+        "\\boxed{}",
+        "\\boxed ",
+        "answer:",
+        "answer is ",
+        "9",
+        "1,",
+        "\\fbox",
+        "}{",
+        "(",
+        " 1",
+        "#### a\n",
+        "`",
+        "1. ",
+    ],
 )
 @pytest.mark.parametrize("tail", ["", "\\boxed{1}", "#### 1", "answer is 1"])
 def test_a_megabyte_takes_no_time(piece, tail):

@@ -14,6 +14,7 @@ import pytest
 
 from rpg.tasks import Scorer, verify, worker
 from rpg.tasks.mathematics import refusal
+from rpg.tasks.scoring import Scores
 from rpg.tasks.verify import SECONDS, compared, judged, verdict
 
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parents[2] / "benchmarks" / "verification.py")
@@ -49,6 +50,51 @@ def test_hostile_answers(answer):
 def test_the_reason_says_that_it_gave_up():
     assert verdict(f"\\boxed{{{SLOW}}}", "\\sqrt{2}") == (False, f"gave up after {SECONDS:g} s")
     assert verdict(*EQUAL) == (True, "equal, worked out")
+
+
+def test_what_was_given_up_is_not_remembered(monkeypatch):
+    module = sys.modules["rpg.tasks.verify"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_ask", lambda *_: module.LATE)
+        found = verdict(*EQUAL)
+        assert found.gave_up
+        assert not found.right
+    assert verdict(*EQUAL) == (True, "equal, worked out")
+    assert not verdict(*EQUAL).gave_up
+
+
+@pytest.mark.parametrize(
+    ("deaths", "reason"), [(1, "equal, worked out"), (2, "gave up as the worker died twice (worker died: SIGKILL)")]
+)
+def test_after_the_death_of_a_worker_another_is_asked_once(monkeypatch, deaths, reason):
+    module = sys.modules["rpg.tasks.verify"]
+    assert verify(*EQUAL)
+    judged.cache_clear()
+    score, calls = module._scorer.score, []
+
+    def dying(items):
+        calls.append(items)
+        if len(calls) > deaths:
+            return score(items)
+        return Scores([module.LATE], {"raised": 1}, ["worker died: SIGKILL"], [False])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._scorer, "score", dying)
+        assert verdict(*EQUAL).reason == reason
+    assert len(calls) == 2
+    assert verdict(*EQUAL) == (True, "equal, worked out")  # no death is remembered
+
+
+def test_in_an_exit_handler_that_runs_after_the_workers_end():
+    code = """
+        import atexit
+        truths = "2\\\\sqrt{2}", "\\\\sqrt{2}", "\\\\sqrt{8}"
+        atexit.register(lambda: print([verify("\\\\boxed{\\\\sqrt{8}}", truth) for truth in truths]))
+        from rpg.tasks import verify
+        assert verify("\\\\boxed{\\\\sqrt{18}}", "3\\\\sqrt{2}")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "[True, False, True]"), done.stderr
 
 
 def test_inside_a_worker_a_slow_answer_costs_itself():

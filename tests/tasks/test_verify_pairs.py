@@ -35,7 +35,7 @@ def test_response(group, response, truth, right, why):
 def test_there_are_enough_of_both():
     verdicts = [row[3] for row in ANSWERS + RESPONSES]
     assert set(verdicts) == {"right", "wrong"}
-    assert len(verdicts) >= 600
+    assert len(verdicts) >= 800
     assert verdicts.count("wrong") >= 0.4 * len(verdicts)
     assert len({row[1:3] for row in ANSWERS}) == len(ANSWERS)
 

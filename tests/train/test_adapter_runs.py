@@ -56,6 +56,21 @@ def test_the_same_bits(server: Server, tmp_path: Path, name: str) -> None:
     assert (newest / "trainer" / "reference.safetensors").exists() == (name != "anchored at the model")
 
 
+def test_a_model_in_a_subfolder(server: Server, tmp_path: Path) -> None:
+    """Resumed and evaluated on that one, not on the one above it."""
+    policy, outer = Policy.load("builtin"), tmp_path / "outer"
+    policy.save(outer / "inner")
+    for _, p in policy.parameters():
+        p.data.mul_(0.5)
+    policy.save(outer)
+    arguments = [*TINY, *LORA, "--optim.schedule", "constant", "--model", outer, "--model_options.subfolder", "inner"]
+    for folder, steps, *more in (("whole", 2), ("parts", 1), ("parts", 2, "--resume")):
+        job = server.start("train", "--output", tmp_path / folder, *arguments, "--steps", steps, *more).wait()
+        assert job.code == 0, job.text
+    whole, parts = bits(tmp_path / "whole"), bits(tmp_path / "parts")
+    assert whole["model/adapter_model.safetensors"] == parts["model/adapter_model.safetensors"]
+
+
 def test_a_run_is_evaluated_and_loaded(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = server.start("train", "--output", folder, *TINY, *LORA).wait()

@@ -282,7 +282,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "row without answer": (["--task.name", "lacks.jsonl"], ["lacks.jsonl:3: no answer", "'prompt'"]),
     "empty file": (["--task.name", "empty.jsonl"], ["empty.jsonl is empty"]),
     "one problem": (["--task.name", "one.jsonl"], ["one.jsonl", "no held-out problems", "--task.test"]),
-    "prompt too long": (["--task.name", "long.jsonl"], ["a prompt has", "rollout.max_prompt_tokens=512", "1+1+1"]),
+    "prompt too long": (
+        ["--task.name", "long.jsonl", "--task.test", "long.jsonl"],
+        ["a prompt has", "rollout.max_prompt_tokens=512", "1+1+1"],
+    ),
     "no room": (["--rollout.max_new_tokens", "250"], ["rollout.max_new_tokens=250", "256"]),
     "unknown task": (["--task.name", "arithmetc"], ["unknown task 'arithmetc'. Did you mean 'arithmetic'?"]),
     "unknown algorithm": (["--algorithm", "gppo"], ["unknown algorithm 'gppo'", "grpo"]),

@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -390,3 +390,23 @@ def test_no_checkpoint_is_written_where_none_is_kept(tmp_path: Path) -> None:
     with pytest.raises(Failed, match=r"^nothing to resume in .* with checkpoint.keep 0"):
         train(tiny(tmp_path, steps=3, checkpoint=CheckpointConfig(keep=0)), resume=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_file_whose_prompts_ask_for_no_form_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}+{i}\\n", "answer": "{2 * i}"}}\n' for i in range(1, 60)))
+
+    class Listening(View):
+        heard: ClassVar[list[str]] = []
+
+        def message(self, text: str, style: str = "") -> None:
+            self.heard.append(text)
+
+    def started(template: str | None) -> list[str]:
+        Listening.heard = []
+        config = tiny(tmp_path / "run", task=replace(Config().task, name=str(path), template=template))
+        with Trainer(config, tmp_path / "run", Listening()):
+            return [text for text in Listening.heard if "--task.template boxed" in text]
+
+    assert len(started(None)) == 1
+    assert started("{prompt}") == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,8 +13,12 @@ import torch
 from rpg.audit.table import PIPE_WIDTH
 from rpg.models.known import KNOWN
 from rpg.models.meta import config_of, shell
+from rpg.tasks import Problem, Task
+from rpg.tasks.templates import WRAPPED
 from rpg.train.config import CheckpointConfig, Config, EvalConfig, OptimConfig, PeftConfig, RolloutConfig, TaskConfig
 from rpg.train.devices import DEVICES, at_hand, named
+from rpg.train.loop import Failed, train
+from rpg.train.parts import check_rewards, make_scorer
 from rpg.train.plan import plan
 from rpg.train.plan_data import data_of, rows_of
 from rpg.train.plan_table import duration, show, verdicts
@@ -252,6 +258,68 @@ def test_devices():
         named("h20")
 
 
+# ---- rewards and prompts ---------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "unknown template 'boxd'. Did you mean 'boxed'?": {"template": "boxd"},
+    "cannot read none.txt": {"template": "@none.txt"},
+    "empty.txt must have {prompt} in it": {"template": "@empty.txt"},
+    "unknown reward in task.rewards: 'corect'. Did you mean 'correct'?": {"rewards": {"corect": 1.0}},
+    "the weight of correct must be a finite number; got nan": {"rewards": {"correct": float("nan")}},
+    "the weight of format must be a finite number; got 'nan'": {"rewards": {"correct": 1.0, "format": "nan"}},
+    "all weights are 0": {"rewards": {"correct": 0.0}},
+    "task.reward is the only reward": {"reward": "mine.py:score", "rewards": {"correct": 1.0}},
+    "no such file: none.py": {"reward": "none.py:score"},
+    "'mine.py' names no function": {"reward": "mine.py"},
+    "mine.py has no function 'scor'; did you mean 'score'?": {"rewards": {"correct": 1.0, "mine.py:scor": 0.5}},
+    "is no function but int": {"reward": "mine.py:NUMBER"},
+    "broken.py: KeyError: 'x' (line 2)": {"reward": "broken.py:score"},
+    "bye (line 2)": {"rewards": {"leaves.py:score": 1.0}},
+    "No module named 'no_such_module'": {"reward": "no_such_module:score"},
+}
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(response, answer, prompt):\n    return 1.0\nNUMBER = 3\n")
+    (tmp_path / "broken.py").write_text("x = {}\nx['x']\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit('bye')\n")
+    (tmp_path / "empty.txt").write_text("Solve it.")
+    (tmp_path / "prompt.txt").write_text("Solve {prompt}")
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_what_a_run_would_refuse_of_rewards_and_templates(text, rewards, tmp_path):
+    config = Config(task=TaskConfig(**MISTAKES[text]), output=str(tmp_path / "run"))
+    lines = []
+    for refused in (lambda: plan(config, "cpu"), lambda: train(config)):
+        with pytest.raises((ValueError, Failed)) as error:
+            refused()
+        lines.append(str(error.value))
+    assert text in lines[0]
+    assert lines[0] == lines[1]
+    assert "\n" not in lines[0]
+
+
+def test_rewards_and_templates_that_a_run_takes(rewards):
+    for task in (
+        TaskConfig(template="@prompt.txt", rewards={"correct": 1.0, "format": 0.0, "mine.py:score": -0.5}),
+        TaskConfig(template="Solve {prompt}", reward="mine.py:score"),
+        TaskConfig(template="think", rewards={"mine:score": 1}),
+    ):
+        assert plan(Config(task=task), "cpu").fits
+    start = time.perf_counter()
+    check_rewards(Config(task=TaskConfig(rewards={"correct": 1.0, "mine.py:score": 0.5})))
+    assert time.perf_counter() - start < 5  # one small process
+
+
+def test_a_template_that_no_problem_takes_is_refused_all_the_same():
+    problems = [Problem("1+1", "2", template=WRAPPED)]
+    config = Config(task=TaskConfig(template="boxd"))
+    with pytest.raises(ValueError, match="unknown template 'boxd'"):
+        make_scorer(config, Task("t", problems, problems, lambda *_: 1.0, trusted=True))
+
+
 # ---- as text ---------------------------------------------------------------------------------------------------------
 
 
@@ -303,3 +371,59 @@ def test_minutes_end_a_planned_run() -> None:
     assert found.middle.steps * found.middle.seconds.step == pytest.approx(300, rel=0.05)
     assert found.middle.run - found.evaluations * found.middle.seconds.evaluation == pytest.approx(300, rel=0.05)
     assert found.evaluations == 2 + (found.middle.steps - 1) // 10
+
+
+def test_what_is_planned_is_what_would_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text('{"prompt": "p", "answer": "1"}\n' * 40)
+    task = replace(QWEN.task, name="a/train.jsonl + 2*b/train.jsonl")
+    found = plan(replace(QWEN, task=task), "h200").data
+    assert (found.rows, found.tests) == (72, {"a/train.jsonl": 4, "b/train.jsonl": 4})
+    math = plan(replace(QWEN, task=replace(QWEN.task, name="math")), "h200").data
+    assert list(math.tests) == ["math-500"]
+    two = plan(replace(QWEN, task=replace(QWEN.task, name="gsm8k", test="aime24, aime25,")), "h200").data
+    assert two.tests == {"aime24": 30, "aime25": 30}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("0.5*gsm9k + math", "Did you mean 'gsm8k'"),
+        ("-1*gsm8k", "must be positive"),
+        ("gym:nonsense", "gym:nonsense: unknown generator"),
+        ("nofile.py:make", "no such file: nofile.py"),
+        ("aime24", "task 'aime24' has no problems to train on"),
+    ],
+)
+def test_a_task_that_cannot_be_had_is_refused(name, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        plan(replace(QWEN, task=replace(QWEN.task, name=name)), "h200")
+
+
+def test_vllm_takes_its_share_and_log_probabilities_are_computed_anew():
+    native = plan(QWEN, "h200")
+    config = replace(QWEN, rollout=replace(QWEN.rollout, engine="vllm"))
+    found = plan(config, "h200")
+    assert found.memory.cache == pytest.approx(0.4 * found.device.memory, rel=0.01)
+    assert found.middle.seconds.logp > native.middle.seconds.logp
+    half = plan(replace(config, rollout=replace(config.rollout, vllm={"gpu_memory_utilization": 0.5})), "h200")
+    assert half.memory.cache == pytest.approx(0.5 * half.device.memory, rel=0.01)
+    wrong = replace(config, rollout=replace(config.rollout, vllm={"gpu_memory_utilization": "abc"}))
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.gpu_memory_utilization must be between 0 and 1"):
+        plan(wrong, "h200")
+
+
+def test_a_model_without_attention_is_one_line(tmp_path):
+    import transformers
+
+    transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no attention heads"):
+        plan(replace(QWEN, model=str(tmp_path)), "h200")
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^output: cannot write into"):
+        plan(replace(QWEN, output=str(tmp_path / "file")), "h200")

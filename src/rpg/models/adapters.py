@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,12 +41,22 @@ def attach(model: Any, method: str, options: Mapping[str, Any], base: str) -> An
     with warnings.catch_warnings(), torch.random.fork_rng(devices):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        try:
+        with _fitting(method), tempfile.TemporaryDirectory() as folder:
             wrapper = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-        except Exception as error:  # each method has checks of its own
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"peft.method {method} does not fit this model: {text}") from error
+            wrapper.peft_config["default"].save_pretrained(folder)  # some settings train but cannot be read again
+            peft.PeftConfig.from_pretrained(folder)
     return _wrapped(wrapper, dtype, base)
+
+
+@contextmanager
+def _fitting(method: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each method has checks of its own
+        text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise ValueError(f"peft.method {method} does not fit this model: {text}; check peft.options") from error
 
 
 def restore(model: Any, folder: Path) -> Any:
@@ -53,6 +64,7 @@ def restore(model: Any, folder: Path) -> Any:
     peft, dtype = _peft(), model.dtype
     config = peft.PeftConfig.from_pretrained(str(folder))
     _check_fit(config.peft_type.lower())
+    _check_start(config)
     base = config.base_model_name_or_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -111,18 +123,23 @@ def switched_off(model: Any) -> Iterator[None]:
 def began_as_nothing(model: Any) -> bool:
     """Whether the model with its new adapter is the model with it off, whatever the adapter then learns: tried out.
 
-    Some begin as something (PiSSA), and some cannot be switched off.
+    Some begin as something (PiSSA), and some cannot be switched off. One that changes nothing at all is refused.
     """
-    ids = torch.arange(1, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    tokens = [*range(1, 7), *(getattr(vars(model)[WRAPPER].peft_config["default"], "token_indices", None) or [])[:8]]
+    ids = torch.tensor([tokens], device=model.device) % model.get_input_embeddings().weight.shape[0]
     moved = {name: x + 0.1 for name, x in weights(model).items()}
 
-    def off() -> Tensor:
+    def off_and_on() -> tuple[Tensor, Tensor]:
         with switched_off(model):
-            return model(input_ids=ids, use_cache=False).logits.float()  # type: ignore[no-any-return]
+            off = model(input_ids=ids, use_cache=False).logits.float()
+        return off, model(input_ids=ids, use_cache=False).logits.float()
 
-    on, before = model(input_ids=ids, use_cache=False).logits.float(), off()
-    with swapped_in(model, moved):
-        after = off()
+    with _fitting(method_of(model)):
+        before, on = off_and_on()
+        with swapped_in(model, moved):
+            after, changed = off_and_on()
+        if torch.equal(on, changed):
+            raise ValueError("its weights do not change what the model computes")
     share = 1e-4 if model.dtype in (torch.float32, torch.float64) else 2e-2
     return torch.equal(before, after) and bool((on - before).norm() <= share * on.norm())
 
@@ -145,7 +162,8 @@ def save(model: Any, folder: Path) -> None:
     """adapter_config.json and adapter_model.safetensors, as PEFT reads them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        vars(model)[WRAPPER].save_pretrained(str(folder))
+        # the model's own embeddings are never trained; "auto" would ask the hub whether they were
+        vars(model)[WRAPPER].save_pretrained(str(folder), save_embedding_layers=False)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -168,9 +186,11 @@ def make_config(method: str, options: Mapping[str, Any]) -> Any:
             raise ValueError(f"peft.options.{name} must be 0: with dropout a policy would differ from itself")
     settings = {**DEFAULTS.get(kind, {}), **given, **options, "task_type": "CAUSAL_LM"}
     try:
-        return made(**settings)
-    except (TypeError, ValueError) as error:
+        config = made(**settings)
+    except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"peft.options of {kind}: {' '.join(str(error).split())}") from error
+    _check_start(config)
+    return config
 
 
 def check_same(model: Any, method: str | None, options: Mapping[str, Any]) -> None:
@@ -195,6 +215,13 @@ def _check_fit(kind: str) -> None:
         raise ValueError(f"peft.method {kind} learns a prompt, which sampling here does not know of: take lora")
     if kind in UNFIT:
         raise ValueError(f"peft.method {kind} does not work here: {UNFIT[kind]}; take lora")
+
+
+def _check_start(config: Any) -> None:
+    """Its weights are of no use without those of the model that it began with, which are not in its files."""
+    start = str(getattr(config, "init_lora_weights", ""))
+    if start.startswith("pissa_niter"):
+        raise ValueError(f"peft.options.init_lora_weights: {start} changes the model at random: take pissa")
 
 
 def _nearest(name: str, names: list[str]) -> str:

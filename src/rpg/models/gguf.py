@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def load_gguf(name: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         with no_init_weights():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         tensors = reading.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        with tempfile.TemporaryDirectory() as alone:  # else tokenizer files that lie beside it are taken
+            Path(alone, path.name).symlink_to(path.resolve())
+            tokenizer = transformers.AutoTokenizer.from_pretrained(alone, gguf_file=path.name)
     found = model.load_state_dict(tensors["tensors"], strict=False)
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", {})) if config.tie_word_embeddings else set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import logging
@@ -49,6 +50,7 @@ def load(
     except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds
         raise ValueError(explain(name, error)) from error
     complete(tokenizer, model)
+    make_savable(model)
     return model.to(device), tokenizer
 
 
@@ -64,11 +66,13 @@ def _load(name: str, where: str, dtype: torch.dtype, options: dict[str, Any]) ->
     folder = Path(where)
     if not (name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists()):
         return _load_from_hub(name, dtype, options)
-    if options.get("subfolder") and not (folder / options["subfolder"]).is_dir():
-        del options["subfolder"]  # of the model that this folder was made from
-    folder = folder / options.get("subfolder", "")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        return _load_adapter(name, folder, dtype, options)
+    inner = options.pop("subfolder", None) or ""
+    if is_adapter(folder / inner):
+        return _load_adapter(name, folder / inner, dtype, options)
+    if is_adapter(folder):  # the subfolder is of the model that it is for
+        return _load_adapter(name, folder, dtype, {**options, "subfolder": inner})
+    if (folder / inner).is_dir():  # else it is of the model that this folder was made from
+        folder, options["subfolder"] = folder / inner, inner
     if not (folder / "config.json").is_file():
         files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
         hint = f"give the file: {files[0]}" if files else "give a folder that save_pretrained wrote, or a hub id"
@@ -77,6 +81,10 @@ def _load(name: str, where: str, dtype: torch.dtype, options: dict[str, Any]) ->
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
         raise Explained(f"{name} has no tokenizer files: copy those of the model it was made from into it")
     return _from_pretrained(name, where, dtype, options)
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
 def _from_pretrained(name: str, where: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -123,6 +131,21 @@ def complete(tokenizer: Any, model: Any) -> None:
     if chosen is None:
         raise Explained("the tokenizer has neither a padding nor an end token: set eos_token in tokenizer_config.json")
     tokenizer.pad_token = chosen
+
+
+def make_savable(model: Any) -> None:
+    """transformers reads generation settings that contradict each other, and refuses to write them."""
+    own = model.generation_config
+    for changes in ({}, {"do_sample": True}):  # what most lack: a temperature without sampling
+        for key, value in changes.items():
+            setattr(own, key, value)
+        try:
+            own.validate(strict=True)
+            return
+        except ValueError:
+            continue
+    ids = {key: getattr(own, key) for key in ("bos_token_id", "eos_token_id")}
+    model.generation_config = type(own)(**ids)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
@@ -172,6 +195,8 @@ def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> di
     import huggingface_hub as hub
     from huggingface_hub import errors
 
+    if difflib.get_close_matches(repository.lower(), ["builtin"], 1, 0.8):
+        raise Explained(f"there is no model {repository!r}; did you mean builtin?")
     revision, folder = options.get("revision"), options.get("subfolder")
     trouble: Exception | None = None
     if not (options.get("local_files_only") or hub.constants.HF_HUB_OFFLINE):

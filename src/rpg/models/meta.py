@@ -13,7 +13,7 @@ import torch
 
 from . import BUILTIN
 from .known import known_config
-from .loading import SHARED, Explained, ask_hub, check_config, explain
+from .loading import SHARED, Explained, ask_hub, check_config, explain, is_adapter
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ def config_of(name: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     kept = {"trust_remote_code": False} | {key: value for key, value in options.items() if key in SHARED}
     if name.endswith(".gguf"):
         return _of_gguf(name, path)
+    inner = path / (kept.get("subfolder") or "")
+    if path.is_dir():  # where it has no such subfolder, that is of the model it was made from
+        path, kept["subfolder"] = inner if inner.is_dir() else path, ""
     here = (path / "config.json").is_file()
     if not here and (name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()):
         raise ValueError(f"{name} is no model folder: there is no config.json in it")
@@ -95,7 +98,7 @@ def _of_gguf(name: str, path: Path) -> tuple[Any, str]:
 def _adapter(name: str) -> tuple[str, str | None, dict[str, Any]]:
     """(base model, method, options) of a folder that holds an adapter; else the name alone."""
     file = Path(name).expanduser() / "adapter_config.json"
-    if not file.is_file() or (file.parent / "config.json").is_file():
+    if not is_adapter(file.parent):
         return name, None, {}
     found = json.loads(file.read_text(encoding="utf-8"))
     options = {key: found[key] for key in ("r", "target_modules", "use_dora") if key in found}

@@ -3,7 +3,7 @@ r"""Where the final answer of a response is. Single passes: the time is linear i
 Forms, of which the last one in the text counts:
 
     \boxed{x}, \fbox{x}       the last one that is closed
-    #### x                    to the end of the line
+    #### x                    to the end of the line; not a heading ("#### Step 2" with text below it)
     <answer>x</answer>        the last one that is closed
     Answer: x                 on a line of its own, with nothing after it but x (also "Final answer: …", "答案：x")
 
@@ -20,9 +20,11 @@ TAIL = 1200  # characters from the end in which an answer may be said in words
 
 BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
 SAID = re.compile(r"(?<![A-Za-z</])answer(?![A-Za-z])|答案", re.IGNORECASE)
-AFTER_SAID = re.compile(r"[\s:：=*_]*+(?:is(?![A-Za-z])|[是为])?[\s:：=*_]*+", re.IGNORECASE)
+AFTER_SAID = re.compile(r"[\s:：=*_`]*+(?:is(?![A-Za-z])|[是为])?[\s:：=*_`]*+", re.IGNORECASE)
 BEFORE_SAID = re.compile(r"[\s*_#>-]*+(?:the\s+)?+(?:final\s+)?+", re.IGNORECASE)
 BETWEEN = re.compile(r"[\s:：*_]*(?:(?:so|thus|hence)\W+)?(?:the\s+)?(?:final\s+)?", re.IGNORECASE)
+DISPLAY = re.compile(r"(?:\\\[|\$\$)\s*+([^\n]*+)\n\s*+(?:\\\]|\$\$)\.?")  # a formula on lines of its own
+HEADING = re.compile(r"[*_\s]*+(?:[0-9]++[.):]\s++)?+[*_]*+[^\W\d_]")
 HOPE = re.compile(r"\.?\s*I hope (?:it|this) is correct\.?", re.IGNORECASE)  # Minerva's prompt ends its answers so
 THINK, THOUGHT, OPEN, CLOSE = "<think>", "</think>", "<answer>", "</answer>"
 
@@ -48,11 +50,16 @@ def marked_answer(text: str) -> Found | None:
 
 
 def lined(text: str) -> Found | None:
-    start = text.rfind("####")
-    if start < 0:
-        return None
-    line = text[start + 4 :].lstrip(" \t").split("\n", 1)[0].strip()
-    return (start, line) if line else None
+    end, last = len(text), len(text.rstrip())
+    while (start := text.rfind("####", 0, max(end, 0))) >= 0:
+        stop = text.find("\n", start)
+        line = text[start + 4 : stop if stop >= 0 else len(text)].strip()
+        if not line:
+            return None
+        if not (0 <= stop < last and HEADING.match(line)):
+            return start, line
+        end = text.rfind("\n", 0, start)
+    return None
 
 
 def tagged(text: str) -> Found | None:
@@ -98,7 +105,7 @@ def said_answer(text: str) -> tuple[int, str, bool] | None:
     for said in reversed(list(SAID.finditer(tail))):
         after = AFTER_SAID.match(tail, said.end())
         assert after is not None  # it matches nothing, too
-        rest = tail[after.end() :].strip("*_ \t")
+        rest = unmarked(tail[after.end() :])
         if "\n" in rest:
             break
         if first is None:
@@ -109,9 +116,18 @@ def said_answer(text: str) -> tuple[int, str, bool] | None:
             break
         first = said.start()
         line = tail.rfind("\n", 0, first) + 1
-        if BEFORE_SAID.fullmatch(tail, line, first) and (":" in after.group() or "：" in after.group()):
+        heading = "#" in tail[line:first] and "\n" in after.group()  # "#### Final answer", and x below it
+        if BEFORE_SAID.fullmatch(tail, line, first) and (heading or ":" in after.group() or "：" in after.group()):
             return start + first, what, True
     return None if first is None else (start + first, what, False)
+
+
+def unmarked(text: str) -> str:
+    """Without the marks of Markdown around it, before or after the full stop, and out of its display."""
+    core = text.rstrip("*_`. \t")
+    text = core + "." * text.count(".", len(core))
+    shown = DISPLAY.fullmatch(text)
+    return text.lstrip(" \t") if shown is None else shown[1].strip()
 
 
 def prefix(text: str) -> bool:

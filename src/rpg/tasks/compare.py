@@ -27,21 +27,27 @@ from .structure import (
     shared,
     split,
 )
-from .units import measured
+from .units import agree, measured
 
 Leaf = Callable[[str, str, str], bool | None]  # given, wanted, and "=" for equations, "<" for relations, "" for values
 MOST = 60  # parts of an answer: the time grows with their square
 
 SEPARATOR = re.compile(r"[,;&]|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|\\cup|\\pm")
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL)
-BASE = re.compile(r"(-?(?:[0-9]|[A-Za-z]+[0-9])[0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\s*_\s*(?:\{([^{}]*)\}|([0-9]))")
+BASE = re.compile(r"\(?(-?(?:[0-9]|[A-Za-z]+[0-9])[0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*(?:\{([^{}]*)\}|([0-9]))")
 DIGITS = re.compile(rf"{WORD}\s*([0-9A-Z]+)\s*{END}")
 WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
 BASES = dict(zip(WORDS, [*range(2, 13), 16], strict=True))
-BUILDER = re.compile(rf"{SET}\s*[A-Za-z]\s*[|:]\s*(.*){TES}", re.DOTALL)
+BUILDER = re.compile(rf"{SET}\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*){TES}", re.DOTALL)
+VALUE = re.compile(  # what has a name of its own
+    r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|angle|triangle|bar|overline|vec|hat|Delta|max|min|det|deg|lfloor|lceil|Re|Im)"
+    r"(?![A-Za-z])|[fghFGHPQE](?:_\w|'|\^\{-1\})*\(|^\|[A-Za-z]\|$"
+)
+SYMBOL = re.compile(r"[A-Za-z](?:_(?:\{[^{}]*\}|\w))?")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 LETTERS = re.compile(r"[^\W\d_]+")
 CHOICE = re.compile(r"\(?([A-Z])[).]?", re.IGNORECASE)
+CHOSEN = re.compile(r"\(([A-E])\)\s+(.+)")  # \textbf{(C)}\ 5
 NAMED = """
 sin cos tan cot sec csc log ln exp sqrt pi arcsin arccos arctan sinh cosh tanh infinity infty theta alpha beta
 """
@@ -72,6 +78,8 @@ def compare(given: str, wanted: str, leaf: Leaf | None = None) -> bool | None:
     if (y := number(wanted)) is not None and (x := number(given)) is not None:
         return x == y
     wanted, given = (unwrapped(text) for text in (wanted, given))
+    if not bare(given) or not bare(wanted):
+        return False
     for names in (NOTHING, REALS):
         if bare(wanted).lower() in names:
             if bare(given).lower() in names:
@@ -101,9 +109,9 @@ def unwrapped(text: str) -> str:
 def compare_parts(given: str, wanted: str, related: bool, leaf: Leaf | None) -> bool | None:
     again = partial(compare, leaf=leaf)
     inside, other = outer(wanted, SET), outer(given, SET)
-    parts = items(given if other is None else other)
+    parts = items(given) if other is None else items(other, braced=True)
     if inside is not None:
-        return compare_lists(parts, items(inside), True, leaf)
+        return compare_lists(parts, items(inside, braced=True), True, leaf)
     if len(items(wanted)) > 1:
         return compare_lists(parts, items(wanted), other is not None, leaf)
     if len(parts) > 1:
@@ -131,8 +139,12 @@ def compare_parts(given: str, wanted: str, related: bool, leaf: Leaf | None) -> 
 def compare_leaves(given: str, wanted: str, leaf: Leaf | None) -> bool | None:
     if (verdict := compare_bases(given, wanted)) is not None:
         return verdict
+    if (chosen := CHOSEN.fullmatch(given)) is not None:
+        core = measured(chosen[2]).core
+        if not unknowns(core) and not is_text(core):
+            given = chosen[1] if CHOICE.fullmatch(bare(wanted)) else chosen[2]
     a, b = measured(given), measured(wanted)
-    if a.unit and b.unit and a.unit != b.unit:
+    if not agree(a.unit, b.unit):
         return False
     if a.unit and not b.unit and is_text(wanted):
         return False
@@ -184,7 +196,7 @@ def numeral(text: str) -> tuple[str, int] | None:
     found = BASE.fullmatch(DIGITS.sub(r"\1", text))
     if found is None:
         return None
-    digits, named = found[1].lstrip("0").upper(), bare(found[2] or found[3]).lower()
+    digits, named = found[1].lstrip("0").upper(), bare(found[2] or found[3] or "").lower()
     base = int(named) if named.isascii() and named.isdigit() and len(named) < 3 else BASES.get(named, 0)
     try:
         int(digits.replace(".", "") or "0", base if base > 1 else 1)
@@ -246,9 +258,9 @@ def match(given: Sequence[str], wanted: Sequence[str], again: Callable[[str, str
 def compare_lists(given: list[str], wanted: list[str], as_set: bool, leaf: Leaf | None) -> bool | None:
     again = partial(compare, leaf=leaf)
     if len(given) == 1 and (inside := outer(given[0], SET)) is not None:
-        given, as_set = items(inside), True
+        given, as_set = items(inside, braced=True), True
     if len(wanted) == 1 and (inside := outer(wanted[0], SET)) is not None:
-        wanted, as_set = items(inside), True
+        wanted, as_set = items(inside, braced=True), True
     if not given or not wanted:
         return False
     marks = tuple(shared([labelled(one) for one in side]) for side in (given, wanted))
@@ -307,7 +319,7 @@ def compare_relations(given: str, wanted: str, leaf: Leaf | None) -> bool | None
                 return True if both else leaf(" ".join(a), " ".join(b), "<") if leaf is not None else None
         return False
     if len(b) == 1:
-        return again(value_of(a), wanted) if consistent(a) else False
+        return again(value_of(a), wanted) if solved(a[0], wanted) and consistent(a) else False
     named = LABEL.fullmatch(b[0]) is not None
     if len(a) == 1:
         if named:
@@ -321,6 +333,14 @@ def compare_relations(given: str, wanted: str, leaf: Leaf | None) -> bool | None
     if len(a) != 3 or len(b) != 3 or (named and number(measured(b[-1]).core) is not None):
         return False
     return leaf(" ".join(a), " ".join(b), "=") if leaf is not None else None
+
+
+def solved(part: str, wanted: str) -> bool:
+    """No: x + 1 (= 5), to be solved for x still. Yes: x, f(2), \\sin x, |z|, a + b, and what the truth is made of."""
+    if LABEL.fullmatch(part) or VALUE.search(part) or is_text(part):
+        return True
+    symbols = set(COMMAND.findall(part)) & GREEK | set(SYMBOL.findall(COMMAND.sub(" ", part)))
+    return len(symbols - {"e", "i"}) != 1 or unknowns(part) <= unknowns(wanted)
 
 
 def value_of(chain: list[str]) -> str:
@@ -341,8 +361,10 @@ def consistent(chain: list[str]) -> bool:
         return False  # "4 because 2 + 2 = 4"
     if "\\approx" in chain:
         return True
-    values = {number(measured(part).core) for part in chain[::2] if measured(part).unit != "%"} - {None}
-    return len(values) <= 1
+    found = [(number(core), unit == "%") for core, unit in (measured(part) for part in chain[::2])]
+    values = {value for value, percent in found if not percent and value is not None}
+    shares = {value for value, percent in found if percent and value is not None}
+    return len(values) <= 1 and len(shares) <= 1 and all(p in values or p / 100 in values for p in shares if values)
 
 
 # ---- matrices --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .files import SUFFIXES, problems_of, rows_of
+from .files import SUFFIXES, load_file
 from .hub import HubId, load_hub
 from .overlap import merge, wrapped
 from .task import Problem
@@ -107,9 +107,8 @@ def load_split(name: str, split: Split) -> tuple[list[Problem], list[str]]:
     """(problems, notes)"""
     row = DATASETS[name]
     path = _local(split)
-    lacking: list[str] = []
     if path is not None:
-        problems = problems_of(rows_of(path), lacking=lacking)
+        problems, lacking = load_file(path)
     else:
         where = HubId.parse(split.hub)
         assert where is not None
@@ -119,8 +118,8 @@ def load_split(name: str, split: Split) -> tuple[list[Problem], list[str]]:
             folder = os.environ.get(FOLDER)
             hint = f" ({FOLDER}={folder} holds no {split.files[0]}.jsonl, .json or .parquet)" if folder else ""
             raise ValueError(f"{name}: {error}{hint}") from error
-        problems, lacking = found.train or found.test, [""] * found.lacking
-    return prepare(name, problems, len(lacking), template=row.template, keep=row.keep)
+        problems, lacking = found.train or found.test, found.lacking
+    return prepare(name, problems, lacking, template=row.template, keep=row.keep)
 
 
 def prepare(
@@ -132,7 +131,7 @@ def prepare(
     keep: Callable[[Problem], bool] | None = None,
 ) -> tuple[list[Problem], list[str]]:
     """(problems, notes): copies are merged, and each gets its template and its source."""
-    notes = [f"{name}: {lacking} rows without an answer are left out"] if lacking else []
+    notes = [f"{name}: {lacking:,} rows without an answer are left out"] if lacking else []
     chosen = problems if keep is None else [problem for problem in problems if keep(problem)]
     unique, copies = merge(chosen)
     if copies:

@@ -7,10 +7,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .importing import describe
+from .overlap import words
 from .task import Problem
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -31,15 +33,17 @@ Rows = Iterable[tuple[str, Any]]  # (where it stands, row)
 
 def load_file(
     path: str | Path, *, prompt_key: str | None = None, answer_key: str | None = None, strict: bool = True
-) -> list[Problem]:
-    """One problem a row. A key with a dot in it goes into nested objects. GSM8K's ``… #### 42`` is cut to 42, and a
+) -> tuple[list[Problem], int]:
+    """(problems, rows left out for want of an answer)
+
+    One problem a row. A key with a dot in it goes into nested objects. GSM8K's ``… #### 42`` is cut to 42, and a
     solution to what is in its last \\boxed{…}. Unless ``strict``, rows without the given keys may have the usual ones.
     """
     path = Path(path).expanduser()
-    problems = problems_of(rows_of(path), prompt_key=prompt_key, answer_key=answer_key, strict=strict)
+    problems, lacking = problems_of(rows_of(path), prompt_key=prompt_key, answer_key=answer_key, strict=strict)
     if not problems:
-        raise ValueError(f"{path} is empty")
-    return problems
+        raise ValueError(lacking[0] if lacking else f"{path} is empty")
+    return problems, len(lacking)
 
 
 def problems_of(
@@ -48,24 +52,23 @@ def problems_of(
     prompt_key: str | None = None,
     answer_key: str | None = None,
     strict: bool = True,
-    lacking: list[str] | None = None,
-) -> list[Problem]:
-    """``lacking`` collects the rows whose answer is null or empty, which are left out; without it they are an error."""
+) -> tuple[list[Problem], list[str]]:
+    """(problems, a line for each row that is left out: its answer is null or empty)"""
     prompts, answers = _candidates(prompt_key, PROMPTS, strict), _candidates(answer_key, ANSWERS, strict)
-    problems = []
+    problems, lacking = [], []
     for where, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{where}: a row must be an object; got {_kind(row)}")
         prompt, system = _prompt(where, _find(where, row, "prompt", prompts)[1])
-        if lacking is not None and set(answers) & row.keys() and all(row.get(name) in (None, "") for name in answers):
-            lacking.append(where)
-            continue
-        answer = _answer(where, *_find(where, row, "answer", answers))
-        for name, text in (("prompt", prompt), ("answer", answer)):
-            if not text.strip():
-                raise ValueError(f"{where}: its {name} is empty")
-        problems.append(Problem(prompt, answer, _level(row), system=system))
-    return problems
+        if not prompt.strip():
+            raise ValueError(f"{where}: its prompt is empty")
+        column, value = _find(where, row, "answer", answers)
+        answer = _answer(where, column, value)
+        if answer:
+            problems.append(Problem(prompt, answer, _level(row), system=system))
+        else:
+            lacking.append(f"{where}: its {column!r} is empty, as in all rows{_columns(row, 'answer')}")
+    return problems, lacking
 
 
 def split(problems: Sequence[Problem], test_share: float = 0.1) -> tuple[list[Problem], list[Problem]]:
@@ -86,8 +89,8 @@ def split(problems: Sequence[Problem], test_share: float = 0.1) -> tuple[list[Pr
 
 
 def _place(prompt: str) -> float:
-    """In [0, 1), blind to spacing."""
-    text = " ".join(prompt.split()).encode("utf-8", "surrogatepass")
+    """In [0, 1), the same for what overlap.py calls the same problem."""
+    text = " ".join(words(prompt) or prompt.split()).encode("utf-8", "surrogatepass")
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 11) / 2**53
 
 
@@ -168,18 +171,32 @@ def _candidates(key: str | None, known: Sequence[str], strict: bool) -> Sequence
 
 
 def _find(where: str, row: dict[str, Any], what: str, names: Sequence[str]) -> tuple[str, Any]:
-    """(column, value) of the first that is there."""
-    for name in names:
-        value = row.get(name)
-        if value is None and "." in name:
-            value = row
-            for part in name.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
+    """(column, value) of the first that has something in it; "" where those that are there have nothing."""
+    there = {name: value for name in names if (value := _value(row, name)) is not None}
+    for name, value in there.items():
+        if not isinstance(value, str) or value.strip():
             return name, value
+    if there:
+        return next(iter(there)), ""
     wanted = repr(names[0]) if len(names) == 1 else f"{what} ({', '.join(names)})"
+    raise ValueError(f"{where}: no {wanted}{_columns(row, what)}")
+
+
+def _value(row: dict[str, Any], name: str) -> Any:
+    """ "" of null, None where there is no such column."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        if value is None:  # an object that is null has nothing in it
+            break
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return "" if value is None else value
+
+
+def _columns(row: dict[str, Any], what: str) -> str:
     keys = ", ".join(repr(k)[:40] for k in list(row)[:20]) or "none"
-    raise ValueError(f"{where}: no {wanted}; its columns: {keys} (task.{what}_key names one)")
+    return f"; its columns: {keys} (task.{what}_key names one)"
 
 
 def _prompt(where: str, value: Any) -> tuple[str, str]:
@@ -235,10 +252,16 @@ def _level(row: dict[str, Any]) -> int:
 
 
 def _text(where: str, what: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):  # of parquet
-        return str(value)
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):  # of parquet
+        return f"{Decimal(str(value)):f}"  # 1e16 with all its digits
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{where}: its {what} is bytes that are no UTF-8: write the column as text") from None
     if not isinstance(value, str):
-        raise ValueError(f"{where}: its {what} must be text or a number; got {_kind(value)}")
+        other = f" (task.{what}_key names another column)"
+        raise ValueError(f"{where}: its {what} must be text or a number; got {_kind(value)}{other}")
     return str(value)
 
 

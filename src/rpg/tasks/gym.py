@@ -1,13 +1,16 @@
 """``gym:GENERATOR`` and ``gym:GENERATOR?option=value&…``: reasoning-gym's problems, scored by its own functions.
 
 A problem belongs to one split for good, by a hash of its prompt, as with the built-in tasks. What is scored is the
-final answer alone; the score is reasoning-gym's, which gives some wrong answers a little.
+final answer alone. reasoning-gym gives 1 to what is right and, in many generators, a part of it to what is not, up to
+0.96 for a wrong board: half of that is the reward, so that only the whole counts as solved. A few of its scores give 1
+to wrong answers too; the task says so in a note.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, overload
@@ -27,18 +30,43 @@ TEMPLATE = (
 BLOCK = 10_000  # problems of one generator; reasoning-gym makes problem i from seed + i
 SPAN = {TRAIN: 4, TEST: 64}  # of reasoning-gym's problems, for one of ours: a tenth of them is held out
 TRIES = 2000
+NONSENSE = "none of these"
 
 Options = tuple[tuple[str, str], ...]  # names and values, as they are written
 
 
-def load_gym(name: str, seed: int = 0) -> Task:
+def check(name: str) -> tuple[str, Options]:
+    """(generator, options); one that there is not is a ValueError."""
     generator, _, query = name.removeprefix(PREFIX).partition("?")
     options = tuple(sorted(parse_qsl(query, keep_blank_values=True)))
     _known(generator, options)
+    return generator, options
+
+
+def load_gym(name: str, seed: int = 0) -> Task:
+    generator, options = check(name)
     train = GymProblems(generator, options, TRAIN, seed)
     test = GymProblems(generator, options, TEST)
-    train[0], test[0]  # a generator that cannot be used fails here
-    return Task(f"{PREFIX}{generator}", train, test, GymReward(generator, options))
+    reward = GymReward(generator, options)
+    notes = _faults(reward, [train[0], train[1], test[0]])  # a generator that cannot be used fails here
+    return Task(f"{PREFIX}{generator}", train, test, reward, notes=tuple(notes))
+
+
+def _faults(reward: GymReward, problems: Sequence[Problem]) -> Iterator[str]:
+    """What the generator's score takes for right and should not."""
+    others = [*problems[1:], problems[0]]
+    for what, answers in (
+        ("nonsense", [NONSENSE] * len(problems)),
+        ("the answer to another problem", [str(other.answer) for other in others]),
+    ):
+        pairs = [(given, p.answer) for given, p in zip(answers, problems, strict=True) if given != p.answer]
+        right = 0
+        for given, answer in pairs:
+            with contextlib.suppress(Exception):  # a score that raises is none
+                right += reward.score(given, answer) == 1
+        if right:
+            name = f"{PREFIX}{reward.generator}"
+            yield f"{name}: its score is 1 for {what} in {right} of {len(pairs)} trials: wrong answers count as solved"
 
 
 @dataclass(frozen=True)
@@ -66,24 +94,25 @@ class GymProblems(Sequence[Problem]):
             if split_of(entry["question"]) == self.split:
                 answer = "any that is right" if entry["answer"] is None else str(entry["answer"])
                 return Problem(
-                    entry["question"], Tagged(answer, number), template=TEMPLATE, source=PREFIX + self.generator
+                    entry["question"], Tagged(answer, entry), template=TEMPLATE, source=PREFIX + self.generator
                 )
         raise ValueError(f"{PREFIX}{self.generator} has too few different problems to hold some of them out")
 
 
 class GymReward:
-    """reasoning-gym's ``score_answer``, with the problem made anew from its number, which the answer carries."""
+    """reasoning-gym's ``score_answer``; the answer carries the problem, which takes seconds to make in some cases."""
 
     def __init__(self, generator: str, options: Options) -> None:
         self.generator, self.options = generator, options
 
     def __call__(self, response: str, answer: str, prompt: str) -> float:
-        number = tag_of(answer)
         given = final_answer(response)
-        if given is None:
-            return 0.0
-        dataset = _dataset(self.generator, self.options, number // BLOCK)
-        return float(dataset.score_answer(given.strip(), _entry(self.generator, self.options, number)))
+        return 0.0 if given is None else self.score(given.strip(), answer)
+
+    def score(self, given: str, answer: str) -> float:
+        """1 where it is right, at most one half else."""
+        score = float(_dataset(self.generator, self.options, 0).score_answer(given, tag_of(answer)))
+        return score if score >= 1 else score / 2
 
     def __reduce__(self) -> tuple[Any, tuple[str, Options]]:
         return _reward, (self.generator, self.options)
@@ -114,6 +143,8 @@ def _known(generator: str, options: Options) -> None:
         raise ValueError(
             f"{PREFIX}{generator}: {text} (python -c 'import reasoning_gym.factory as f; print(*f.DATASETS)')"
         )
+    if generator == "composite":
+        raise ValueError(f"{PREFIX}composite mixes others: write 0.5*{PREFIX}basic_arithmetic + 0.5*{PREFIX}countdown")
     known = {field.name for field in fields(datasets[generator][1])} - {"seed", "size"}
     for key, _ in options:
         if key not in known:

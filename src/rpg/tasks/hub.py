@@ -50,19 +50,24 @@ def load_hub(
         columns = _columns(splits[split], prompt_key, answer_key)
         tables = columns.with_format("arrow").iter(1000)
         rows = arrow_rows(f"{where.repo} ({split})", tables)
-        return problems_of(rows, prompt_key=prompt_key, answer_key=answer_key, strict=strict, lacking=lacking)
+        found, without = problems_of(rows, prompt_key=prompt_key, answer_key=answer_key, strict=strict)
+        lacking.extend(without)
+        return found
 
     if where.split is not None:
-        given = problems(where.split)
         held_out = where.split.partition("[")[0] in TEST
-        return Found([] if held_out else given, given if held_out else [], len(lacking))
-    train = "train" if "train" in splits else None
-    test = next((name for name in TEST if name in splits), None)
+        train, test = (None, where.split) if held_out else (where.split, None)
+    else:
+        train = "train" if "train" in splits else None
+        test = next((name for name in TEST if name in splits), None)
     if train is None and test is None:
         if len(splits) > 1:
             raise ValueError(f"{where} has neither a train nor a test split: name one, {where}#{next(iter(splits))}")
         train = next(iter(splits))
-    return Found(problems(train) if train else [], problems(test) if test else [], len(lacking))
+    found = Found(problems(train) if train else [], problems(test) if test else [], len(lacking))
+    if lacking and not found.train and not found.test:
+        raise ValueError(lacking[0])
+    return found
 
 
 def _columns(dataset: Any, prompt_key: str | None, answer_key: str | None) -> Any:

@@ -14,7 +14,7 @@ from .files import SUFFIXES, load_file, split
 from .gym import PREFIX, load_gym
 from .hub import HubId, load_hub
 from .importing import load_function
-from .mixture import ByPart, Marked, finite, mix, parse
+from .mixture import SIGN, WEIGHTED, ByPart, Marked, finite, mix, parse, unused
 from .task import Problem, Task
 from .verify import verify
 
@@ -47,7 +47,8 @@ def load_task(
     keys = Keys(prompt_key, answer_key)
     parts = parse(name)
     tasks = [_load(part, seed, keys, whole=test is not None) for _, part in parts]
-    task = tasks[0] if len(tasks) == 1 else mix(tasks, [weight for weight, _ in parts], seed)
+    weights, given = zip(*parts, strict=True)
+    task = tasks[0] if len(tasks) == 1 else mix(tasks, weights, seed, given)
     if test is not None:
         task = _tested(task, test, seed, keys)
     if not look:  # for duplicates and overlap
@@ -81,13 +82,15 @@ def _tested(task: Task, test: str, seed: int, keys: Keys) -> Task:
     tests: dict[str, Sequence[Problem]] = {}
     owners = [task]
     marked: dict[str, Sequence[Problem]] = {}
-    for given in filter(None, (part.strip() for part in test.split(","))):
+    for given in dict.fromkeys(filter(None, (part.strip() for part in test.split(",")))):
+        if SIGN.search(given) or WEIGHTED.fullmatch(given):
+            raise ValueError(f"task.test {given!r}: test sets are not mixed; write a, b instead of 0.5*a + 0.5*b")
         other = _test(given, seed, keys)
         if other.reward not in [owner.reward for owner in owners]:
             owners.append(other)
         part = [owner.reward for owner in owners].index(other.reward)
         for short, problems in other.tests.items():
-            label = given if short in tests else short
+            label = unused(tests, short, given)
             tests[label], marked[label] = problems, Marked(problems, part, label)
         task = replace(task, notes=(*task.notes, *other.notes))
     if not tests:
@@ -145,11 +148,12 @@ def _data(
         return known, train, (test_name, test), notes + more
     if name.endswith(SUFFIXES) or Path(name).exists() or name.startswith((".", "/", "~")):
         short = Path(name).stem
-        train, notes = prepare(short, load_file(name, **given, strict=strict))
+        train, notes = prepare(short, *load_file(name, **given, strict=strict))
         return short, train, (short, []), notes
     where = HubId.parse(name)
     if where is None:
-        raise ValueError(f"{choose('task', name, [*BUILTIN, *DATASETS])}; or {OTHERS}")
+        several = "; several: 0.7*gsm8k + 0.3*math, with spaces around the +" if set("+*") & set(name) else ""
+        raise ValueError(f"{choose('task', name, [*BUILTIN, *DATASETS])}; or {OTHERS}{several}")
     found = load_hub(where, **given, strict=strict)
     short = where.repo.partition("/")[2]
     listed = row_of(where.repo)

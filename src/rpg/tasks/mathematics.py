@@ -14,11 +14,12 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from .compare import FUNCTIONS, same
+from .compare import COMMAND, FUNCTIONS, same
 from .structure import relation
 
 LENGTH, DEPTH, DIGITS = 400, 12, 60
-POINTS, PLACES, TOLERANCE = 5, 60, 1e-45  # random points at which functions are compared, digits, relative difference
+POINTS, PLACES, TOLERANCE = 10, 60, 1e-45  # random points at which functions are compared, digits, relative difference
+SCALES = (1, 30, 5000)
 
 LARGE = (
     (re.compile(r"\^\s*\{?\s*-?\s*[0-9]{5}"), "an exponent of more than 4 digits"),
@@ -36,9 +37,11 @@ UNDONE = re.compile(
     r"(?<![\w}^_)!.\\])[0-9]+\s*[-+]\s*[0-9]+(?![\w^({\\!./]|\s*(?:\\(?!cup|le|ge|approx)|\*|[A-Za-z(]))"
     r"|(?<![\w^_.])[0-9]+\s*(?:\\cdot|\\times|\*)\s*[0-9]+(?!\s*\^|[0-9])"
 )
-UNCLEAR = re.compile(  # 2 3, 1/2x, 1 mod 4, relations, words
-    r"(?<![_0-9])[0-9]+\s+[0-9]|/\s*[0-9]+\s*[A-Za-z(\\]|mod|[=<>]|[^\x20-\x7e]"
+UNCLEAR = re.compile(  # 2 3, {2}3, 1/2x, 1 mod 4, y', 0.3..., relations, words
+    r"(?<![_0-9])[0-9]+\s+[0-9]|/\s*[0-9]+\s*[A-Za-z(\\]|mod|\.\.|['=<>]|[^\x20-\x7e]"
+    r"|(?<![\^_}\]A-Za-z])\{[0-9.]+\}\s*[0-9]|(?<![\^_0-9.])[0-9.]+\s*\{[0-9.]+\}"
 )
+NUMBERED = re.compile(r"(?<!_)(?<!_\{)[A-Za-z][0-9]")  # x1: x times one, or the first x?
 FUNCTION = re.compile(rf"(?<![A-Za-z\\])({'|'.join(sorted(FUNCTIONS, key=len, reverse=True))})(?![A-Za-z])")
 MIXED = re.compile(r"(?<![0-9A-Za-z}).^_])([0-9]+)\s*(\\frac\{[0-9]+\}\{[0-9]+\})")
 PRODUCT = re.compile(r"(?:(?<![_^0-9.])[0-9.]+|\))\s*(?=\()|\)(?=\s*[0-9])")  # 2(3) would be read as a mixed number
@@ -141,8 +144,11 @@ def value(expression: Any, symbols: tuple[Any, ...], trial: int) -> Any:
     import sympy
 
     rng = random.Random(trial)
-    signs = [(-1) ** (trial % 2 + i) for i in range(len(symbols))]
-    point = {s: sympy.Rational(rng.randint(1, 997) * sign, 499) for s, sign in zip(symbols, signs, strict=True)}
+    point = {}
+    for i, symbol in enumerate(symbols):  # all signs of the first three, near zero and far from it
+        negative = trial >> i & 1 if i < 3 else rng.getrandbits(1)
+        size = rng.randint(1, 997) * SCALES[(trial // 2 + i) % len(SCALES)]
+        point[symbol] = sympy.Rational(-size if negative else size, rng.randint(401, 601))
     found = expression.subs(point).evalf(PLACES)
     parts = found.as_real_imag()
     return found if all(part.is_Number and part.is_finite for part in parts) else None
@@ -157,9 +163,12 @@ def parse(text: str) -> Any:
 
     if UNCLEAR.search(text):
         return None
+    latex = plain(text)
+    if NUMBERED.search(COMMAND.sub(" ", latex)):
+        return None
     try:
         made = latex2sympy(
-            plain(text),
+            latex,
             convert_degrees=True,
             normalization_config=None,
             conversion_config=ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain, count
 from typing import Any, overload
 
+from .datasets import dataset_name
 from .tagged import Tagged, tag_of
 from .task import ENDLESS, Problem, Task
 
 SIGN = re.compile(r"\s\+\s")
-WEIGHTED = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*\*\s*(.+)")
+WEIGHTED = re.compile(r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf))\s*\*\s*(.+)", re.IGNORECASE)
 CYCLE = 10_000  # most problems after which the pattern repeats: weights finer than this are rounded
 
 
@@ -29,27 +31,39 @@ def parse(text: str) -> list[tuple[float, str]]:
         if not 0 < weight < math.inf:
             raise ValueError(f"task.name {text!r}: the weight of {name} must be positive; got {weight:g}")
         parts.append((weight, name))
-    names = [name for _, name in parts]
+    names = [dataset_name(name) or name for _, name in parts]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"task.name {text!r}: {name} stands there twice; give it one weight")
     return parts
 
 
-def mix(tasks: Sequence[Task], weights: Sequence[float], seed: int = 0) -> Task:
-    """An endless stream of all of them. The test sets stay apart, each under its name."""
+def unused(taken: Container[str], name: str, given: str) -> str:
+    """The name, or else what the user wrote, or else that with a number."""
+    numbered = (f"{given} ({number})" for number in count(2))
+    return next(label for label in chain((name, given), numbered) if label not in taken)
+
+
+def mix(tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, given: Sequence[str] = ()) -> Task:
+    """An endless stream of all of them. The test sets stay apart, each under its name, or where two have the same under
+    what the user wrote, ``given``.
+    """
     for task in tasks:
         if not len(task.train):
             raise ValueError(f"{task.name} has no problems to train on: it cannot be part of a mixture")
     rewards = tuple(task.reward for task in tasks)
     one = all(reward == rewards[0] for reward in rewards)
     tests: dict[str, Sequence[Problem]] = {}
+    names: list[str] = []
     for part, task in enumerate(tasks):
+        written = given[part] if given else task.name
+        names.append(unused(names, task.name, written))
         for name, problems in task.tests.items():
-            tests.setdefault(name, problems if one else Marked(problems, part, name))
+            label = unused(tests, name, written)
+            tests[label] = problems if one else Marked(problems, part, label)
     return Task(
-        "+".join(task.name for task in tasks),
-        Mixture([task.train for task in tasks], [task.name for task in tasks], weights, seed, tagged=not one),
+        "+".join(names),
+        Mixture([task.train for task in tasks], names, weights, seed, tagged=not one),
         tests,
         rewards[0] if one else ByPart(rewards),
         trusted=all(task.trusted for task in tasks),

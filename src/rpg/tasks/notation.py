@@ -14,17 +14,23 @@ OPENERS, CLOSERS = "([{" + SET + WORD, ")]}" + TES + END
 
 WRAPPER = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|md|up)?|math(?:rm|bf|it|sf|tt|bb(?=\{[^RCQZN])|normal|cal)|mbox|hbox|emph|"
-    r"operatorname\*?|boxed|fbox)\s*\{([^{}]*)\}"
+    r"operatorname\*?|boxed|fbox|underline)\s*\{([^{}]*)\}"
 )
 NOTHING = re.compile(
-    r"\\[,;:!()\[\]]|\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|textstyle|quad|qquad|limits|boldsymbol|bm)"
-    r"(?![A-Za-z])|\\phantom\s*(?:\{[^{}]*\})?|\*\*(?=\s*$)|^\s*\*\*|[\u200b\u2060\ufeff]"
+    r"\\[,!]|\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|textstyle|limits|boldsymbol|bm)(?![A-Za-z])"
+    r"|\\(?:phantom|(?:text)?color(?![A-Za-z]))\s*(?:\{[^{}]*\})?|\*\*(?=[\s.]*$)|^\s*\*\*|[\u200b\u2060\ufeff]"
 )
+GAP = re.compile(r"\\[;:()\[\]]|\\q?quad(?![A-Za-z])")
+EMPHASIS = re.compile(r"\s*([*_`]{1,2})(.+)\1([\s.]*)", re.DOTALL)
+STYLE = re.compile(r"\{\s*\\(?:bf|it|rm|sf|tt|em)(?![A-Za-z])\s*([^{}]*)\}")
+OVER_BAR = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
+UNIT_LETTER = re.compile(r"\s*[mgshlLNJVW]\s*")  # after a number, in upright letters: metres, …
 COMMAND = re.compile(r"\\[A-Za-z]+")
 THOUSANDS = re.compile(r"(?<=[0-9])\s*(?:\{\s*,\s*\}|,\s*\\!\s*)(?=[0-9]{3}(?![0-9]))")
 ARGUMENT = re.compile(
     r"(\\frac)\s*([0-9A-Za-z])|(\\(?:sqrt|mathbb|pmod))\s*([0-9A-Za-z])|(\\(?:frac|sqrt))\s+(?=[{\[\\])"
 )
+DIGIT_OR_CLOSED = tuple("0123456789})")
 COUNTED = re.compile(r"\s*([-+]?[0-9][0-9.,]*)\s+([A-Za-z][A-Za-z ]*)")
 SPACE = re.compile(r"\s+")
 LOOSE_SPACE = re.compile(r"(?<![^\W_]) | (?![^\W_])")  # one that does not stand between two letters or digits
@@ -32,7 +38,8 @@ SUPER = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 SUPERS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 FULL = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII
 SAME = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
+    "−": "-", "–": "-", "‐": "-", "‑": "-", "‒": "-", "﹣": "-", "…": "...",
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
     "±": r"\pm ", "√": r"\sqrt ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R} ", "θ": r"\theta ", "α": r"\alpha ",
     "β": r"\beta ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
@@ -58,6 +65,8 @@ OVER = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}|([^/]*)/([^/]*)")
 
 def clean(text: str) -> str:
     """One way to write what has several, with all that has a meaning kept."""
+    if (marked := EMPHASIS.fullmatch(text)) is not None:
+        text = ended(marked[2]) + marked[3]
     text = text.translate(FULL)
     text = text.replace("\\\\", ROW) if "\\begin" in text else re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = SUPERS.sub(lambda found: "^{" + found.group().translate(SUPER) + "}", text)
@@ -67,9 +76,10 @@ def clean(text: str) -> str:
     text = THOUSANDS.sub("", text).replace(r"\%", "%").replace("{,}", ",").replace("~", " ").replace("\\ ", " ")
     dollar = text.count("$") - text.count(r"\$")
     text = text.replace(r"\$", "\ue004")
-    text = text.replace("$", "\ue004" if dollar == 1 else "").replace("\ue004", "$")
+    text = text.replace("$", "\ue004" if dollar == 1 else " ").replace("\ue004", "$")
     text = text.replace(r"\{", SET).replace(r"\}", TES)
-    text = NOTHING.sub("", text)
+    text = GAP.sub(" ", NOTHING.sub("", text))
+    text = OVER_BAR.sub(r"\\frac{\1}{\2}", STYLE.sub(r"\\text{\1}", text))
     text = COMMAND.sub(lambda found: SPELLED.get(found.group(), found.group()), text)
     for _ in range(4):
         text, count = WRAPPER.subn(word, text)
@@ -77,7 +87,13 @@ def clean(text: str) -> str:
             break
     text = ARGUMENT.sub(argument, text)
     text = fractions(text)
-    return SPACE.sub(" ", text).strip().rstrip(".,;:\\").strip().lstrip("=").strip()
+    return ended(SPACE.sub(" ", text).strip()).lstrip("=").strip()
+
+
+def ended(text: str) -> str:
+    """Without a full stop or the like; with the dots of 0.333... and 1,2,3,..., which say that there is more."""
+    core = text.rstrip(".,;:\\ ")
+    return text if ".." in text[len(core) :] else core
 
 
 def word(found: re.Match[str]) -> str:
@@ -85,6 +101,9 @@ def word(found: re.Match[str]) -> str:
     inside = found.group(1).replace(WORD, "").replace(END, "")
     if found.group().startswith((r"\boxed", r"\fbox")):
         return found.group(1)
+    upright = found.group().startswith((r"\text{", r"\mathrm", r"\textrm", r"\mbox"))
+    if upright and UNIT_LETTER.fullmatch(inside) and found.string[: found.start()].rstrip()[-1:] in DIGIT_OR_CLOSED:
+        return f"{WORD}{inside}{END}"
     if "\\" in inside or not re.search(r"[^\W\d_]{2}|[A-Za-z]\.", inside):
         return inside
     if counted := COUNTED.fullmatch(inside):
@@ -129,7 +148,7 @@ def closing(text: str, start: int) -> int:
 def bare(text: str) -> str:
     """For comparing as text: no marks, no loose spaces, no brackets around all."""
     text = text.replace(WORD, " ").replace(END, " ")
-    text = LOOSE_SPACE.sub("", SPACE.sub(" ", text).strip()).rstrip(".,;:").strip()
+    text = ended(LOOSE_SPACE.sub("", SPACE.sub(" ", text).strip()))
     while (
         len(text) > 1 and text[0] in "{(" and closing(text, 0) == len(text) - 1 and text[-1] in "})" and "," not in text
     ):
@@ -150,6 +169,7 @@ def number(text: str) -> Fraction | None:
         and closing(text, 0) == len(text) - 1
         and text[-1] in "})"
         and text[1:2] != "-"
+        and "," not in text  # (20,100) is a point
     ):
         text = text[1:-1].strip()
     mixed = MIXED.fullmatch(text)

@@ -21,7 +21,10 @@ from .templates import template_text
 
 FORMAT = "format"
 OPEN, CLOSE = "<think>", "</think>"
-ANSWER_LINE = re.compile(r"[*_]*+answer[*_]*+\s*+:[*_\s]*+[^*_\s]", re.IGNORECASE)
+OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
+ANSWER_LINE = re.compile(r"[*_]*+answer[*_]*+\s*+:", re.IGNORECASE)
+# space, punctuation, and what TeX has to make space and to change fonts
+NOTHING = re.compile(r"(?:[\s.,;:$~{}*_`]|\\(?:[\s,;:!>()\[\]\\$]|q?quad(?![A-Za-z])|(?:text|math)[a-z]*+|\Z))*+")
 
 
 def make_reward(own: str | None, parts: Mapping[str, float], task: Task, template: str | None = None) -> Sequence[Part]:
@@ -29,17 +32,11 @@ def make_reward(own: str | None, parts: Mapping[str, float], task: Task, templat
 
     ``template`` is the run's, where it has one: ``format`` goes by it, else by those of the problems.
     """
-    if own is not None and parts:
-        raise ValueError(f"task.reward is the only reward: drop it, or put it into task.rewards ({own}: 1)")
+    functions(own, parts)
     if own is not None:
         return (Part("", own),)
     if not parts:
         return (Part("", task.reward, trusted=task.trusted),)
-    for name, weight in parts.items():
-        if not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ValueError(f"task.rewards: the weight of {name} must be a finite number; got {weight!r}")
-    if not any(parts.values()):
-        raise ValueError("task.rewards: all weights are 0: there is nothing to learn")
     made, names = [], _names(parts)
     for given, weight in parts.items():
         name = names[given]
@@ -48,12 +45,26 @@ def make_reward(own: str | None, parts: Mapping[str, float], task: Task, templat
         elif given == FORMAT:
             asked = (template,) if template is not None else _templates(task)
             made.append(Part(name, partial(well_formed, asked=tuple(map(template_text, asked))), weight, trusted=True))
-        elif ":" in given:
-            made.append(Part(name, given, weight))
         else:
-            known = choose("reward in task.rewards:", given, (CORRECT, FORMAT))
-            raise ValueError(f"{known}, or a function of your own, file.py:name")
+            made.append(Part(name, given, weight))
     return made
+
+
+def functions(own: str | None, parts: Mapping[str, float]) -> list[str]:
+    """The user's own functions in a reward, by name; what can be wrong about it without a task is a ValueError here."""
+    if own is not None and parts:
+        raise ValueError(f"task.reward is the only reward: drop it, or put it into task.rewards ({own}: 1)")
+    for name, weight in parts.items():
+        if not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ValueError(f"task.rewards: the weight of {name} must be a finite number; got {weight!r}")
+    if parts and not any(parts.values()):
+        raise ValueError("task.rewards: all weights are 0: there is nothing to learn")
+    named = [own] if own is not None else [name for name in parts if name not in (CORRECT, FORMAT)]
+    for name in named if own is None else ():
+        if ":" not in name:
+            known = choose("reward in task.rewards:", name, (CORRECT, FORMAT))
+            raise ValueError(f"{known}, or a function of your own, file.py:name")
+    return named
 
 
 def _names(parts: Iterable[str]) -> dict[str, str]:
@@ -77,9 +88,10 @@ def well_formed(response: str, answer: str, prompt: str, *, asked: Sequence[str]
     """1 for a response in the form that one of these templates asks for, whether the answer is right or wrong.
 
     A template with <think> in it asks for one block of thought, opened at the very beginning (or by the model's chat
-    template: the opening tag may be missing) and closed once. One with \\boxed asks for a box with something in it,
-    one with "Answer:" for a last line that begins so; others for an answer in any form that ``verify`` reads. The
-    answer has to come after the thought.
+    template: the opening tag may be missing) and closed once. One with <answer> asks for one block of it that ends the
+    response, one with \\boxed for a box (in the block, where both are asked for), one with "Answer:" for a last line
+    that begins so; others for an answer in any form that ``verify`` reads. The answer has to come after the thought,
+    and to say something.
     """
     return float(any(_fits(response, template) for template in asked))
 
@@ -90,10 +102,24 @@ def _fits(response: str, template: str) -> bool:
         opened = thought.lstrip().removeprefix(OPEN)
         if not closed or CLOSE in thought or OPEN in opened or OPEN in rest:
             return False
+    block = OPEN_ANSWER in template
+    if block:
+        rest = rest.rstrip()
+        if rest.count(OPEN_ANSWER) != 1 or rest.count(CLOSE_ANSWER) != 1 or not rest.endswith(CLOSE_ANSWER):
+            return False
+        rest = rest.partition(OPEN_ANSWER)[2].removesuffix(CLOSE_ANSWER)
     if "\\boxed" in template:
         box = boxed(rest)
-        return box is not None and bool(box[1].strip())
+        return box is not None and _says(box[1])
+    if block:
+        return _says(rest)
     if "Answer:" in template:
-        lines = rest.rstrip().rsplit("\n", 1)
-        return ANSWER_LINE.match(lines[-1].lstrip()) is not None
-    return final_answer(rest) is not None
+        line = rest.rstrip().rsplit("\n", 1)[-1].lstrip()
+        begun = ANSWER_LINE.match(line)
+        return begun is not None and _says(line[begun.end() :])
+    return _says(final_answer(rest) or "")
+
+
+def _says(text: str) -> bool:
+    """Whether there is anything in it."""
+    return NOTHING.fullmatch(text) is None

@@ -32,6 +32,7 @@ from .worker import (
     BROKEN,
     DIED,
     FLIGHT,
+    LEAVING,
     LENGTH,
     NOBODY,
     NOT_FINITE,
@@ -55,6 +56,7 @@ MESSAGES = 5
 SOLVED = 0.5  # a larger reward counts as solved
 CORRECT = "correct"  # the part that decides alone whether a response is solved, where there is one
 START = 120.0  # seconds for a worker to import the reward function
+LARGEST = 3.4e38  # reward, either way: training is in float32
 STILLBORN = 3  # workers in a row that die before they are ready, after which it is no accident
 GRACE = 1.0  # seconds for a worker to say itself that an async function has passed its deadline
 PROGRAM = (
@@ -128,6 +130,7 @@ class Scorer:
         self._workers: list[_Worker] = []
         self._together: list[bool] = []  # of the functions in workers: whether one worker runs many calls at a time
         self._stillborn = 0
+        self._next = 0  # number of the next call: what an earlier one left behind is not taken for a later one
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _end, self._workers, self._selector, os.getpid())
@@ -158,7 +161,7 @@ class Scorer:
             with self._lock:
                 found = self._distribute(calls)
             for f, p in enumerate(self._away):
-                outcomes[p] = [found[i] for i in range(f, len(calls), len(self._away))]
+                outcomes[p] = found[f :: len(self._away)]
         return self._sum(outcomes, len(items))
 
     def _sum(self, outcomes: dict[int, list[Outcome]], count: int) -> Scores:
@@ -173,6 +176,13 @@ class Scorer:
                     failures[FAILURES[kind]] += 1
                     messages.append(f"{part.name}: {message}" if part.name else message)
         decides = [p for p, part in enumerate(self.parts) if part.name == CORRECT]
+        for i, value in enumerate(values):
+            if not abs(value) <= LARGEST:  # nor is nan
+                failures[FAILURES[NOT_FINITE]] += 1
+                messages.append(f"the sum of weight × part is beyond ±{LARGEST:g}")
+                values[i] = self.on_error
+                if not decides:
+                    failed[0][i] = True
         given = parts[decides[0]] if decides else values
         return Scores(
             values=values,
@@ -191,11 +201,14 @@ class Scorer:
         while all(worker.starting for worker in self._workers):
             self._step({}, deque())
 
-    def _distribute(self, calls: Sequence[tuple[int, Item]]) -> dict[int, Outcome]:
+    def _distribute(self, given: Sequence[tuple[int, Item]]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         self._await_first()
-        alone = deque(i for i, (function, _) in enumerate(calls) if not self._together[function])
-        together = deque(i for i, (function, _) in enumerate(calls) if self._together[function])
+        first = self._next if self._next + len(given) < NOBODY else 0
+        self._next = first + len(given)
+        calls = dict(enumerate(given, first))
+        alone = deque(i for i, (function, _) in calls.items() if not self._together[function])
+        together = deque(i for i, (function, _) in calls.items() if self._together[function])
         try:
             while len(outcomes) < len(calls):
                 for place, worker in enumerate(self._workers):
@@ -212,7 +225,7 @@ class Scorer:
         finally:  # interrupted: what is still at work would answer to the wrong calls
             for worker in [w for w in self._workers if w.pending]:
                 self._drop(worker)
-        return outcomes
+        return [outcomes[i] for i in calls]
 
     def _fill(self) -> None:
         if not self._finalizer.alive:
@@ -262,6 +275,9 @@ class Scorer:
             worker.starting, worker.deadline, self._stillborn = False, math.inf, 0
             self._together = [flag == "1" for flag in message]
             return True
+        if kind == LEAVING:
+            worker.leaving = True
+            return True
         if number != NOBODY:
             outcomes[number] = outcome
             worker.answered(number)
@@ -278,6 +294,9 @@ class Scorer:
                     raise RewardError(f"{STILLBORN} reward workers in a row died before they were ready: {cause}")
             outcomes.update((call, outcome) for call in blamed)
             back.extend(call for call in worker.pending if call not in outcomes)
+            return False
+        if worker.leaving and not worker.pending:
+            self._drop(worker)
             return False
         return True
 
@@ -311,6 +330,7 @@ class _Worker:
             os.close(watched)
         self.socket.setblocking(False)
         self.starting = True
+        self.leaving = False  # takes no more calls
         self.together = False  # many calls at a time
         self.pending: dict[int, None] = {}  # calls it has not answered
         self.deadline = time.monotonic() + START
@@ -324,7 +344,8 @@ class _Worker:
 
     @property
     def has_room(self) -> bool:
-        return not self.starting and not self._out and len(self.pending) < (FLIGHT if self.together else 1)
+        most = 0 if self.starting or self.leaving or self._out else FLIGHT if self.together else 1
+        return len(self.pending) < most
 
     def send(self, message: Message, timeout: float) -> bool:
         """False: it has died in the meantime, which ``receive`` will say."""
@@ -352,9 +373,10 @@ class _Worker:
         self._steps = self._running.read()[0]
 
     def blamed(self) -> Iterable[int]:
-        """The call that is running; of many, if none of them is, any may have done it."""
+        """The call that is running, or nobody if it was one that is over (its clean-up); of many, if none of them is
+        running, any may have done it."""
         call = self._running.read()[1] if self.together else NOBODY
-        return (call,) if call in self.pending else tuple(self.pending)
+        return tuple(self.pending) if call == NOBODY else (call,) if call in self.pending else ()
 
     def _write(self, data: bytes) -> bool:
         self._out += LENGTH.pack(len(data)) + data

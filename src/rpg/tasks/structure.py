@@ -56,10 +56,10 @@ def brackets(text: str) -> tuple[str, list[str]] | None:
     return (text[0] + text[-1], parts) if len(parts) > 1 and all(parts) else None
 
 
-def items(text: str) -> list[str]:
-    """The parts of a list; of 1,234 one part. ``and`` and ``or`` are commas."""
+def items(text: str, braced: bool = False) -> list[str]:
+    """The parts of a list; of 1,234 one part, but two if it stood in braces. ``and`` and ``or`` are commas."""
     text = COMMA.sub(" , ", JOINT.sub(r" \1 ", text))
-    if number(measured(text).core) is not None:
+    if not braced and number(measured(text).core) is not None:
         return [text]
     parts = split(text, ",")
     if any(part.startswith(" ") for part in parts[1:]):  # spaced: the commas without a space may be of thousands

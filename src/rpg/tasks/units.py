@@ -16,11 +16,18 @@ SYNONYMS = {
     "gal": "gallon", "s": "second sec", "min": "minute", "h": "hour hr", "day": "days", "week": "wk",
     "month": "", "year": "yr",
     "mph": "", "kmh": "kph", "unit": "", "am": "", "pm": "", "acre": "", "person": "people",
+    "F": "fahrenheit", "C": "celsius centigrade", "N": "newton", "J": "joule", "V": "volt", "W": "watt",
 }  # fmt: skip
+CURRENCIES = "$€£¥"
+LETTERS = frozenset("NJVW")  # units only in upright letters, \text{N}: elsewhere they are symbols
+RATES = {"km/h": "kmh", "mi/h": "mph"}
 NAMES = {word: name for name, words in SYNONYMS.items() for word in (name, *words.split())}
 # these change the value, or say that there is more than one, or none
 NO_UNIT = """
+one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety
 hundred thousand million billion trillion dozen score half third quarter twice times over plus minus or and to not no
+tens hundreds thousands millions billions trillions dozens halves thirds fourths fifths sixths sevenths eighths ninths
+tenths hundredths thousandths below zero wrong false incorrect
 between about around approximately nearly roughly than least most remainder choose factorial squared cubed root pi
 infinity infinite base mod modulo if when for where all any except maybe either double triple negative by because since
 is are was k bn mn
@@ -33,7 +40,7 @@ TRAILING = re.compile(
     r"\s*(?:\^\s*(?:\{(?P<p1>[23])\}|(?P<p2>[23])))?",
     re.DOTALL,
 )
-DEGREES = re.compile(r"(.*[0-9})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[FC](?![A-Za-z]))?", re.DOTALL)
+DEGREES = re.compile(r"(.*[0-9})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*([FC]?)", re.DOTALL)
 
 
 FUNCTION = re.compile(r"sin|cos|tan|cot|sec|csc|log|ln")
@@ -46,21 +53,26 @@ class Measured(NamedTuple):
 
 def measured(text: str) -> Measured:
     text = text.strip()
-    for sign in "$€£¥":
+    for sign in CURRENCIES:
         for start in (sign, "-" + sign, sign + " ", "+" + sign):
             if text.startswith(start):
-                return Measured((start[0] if start[0] in "-+" else "") + measured(text[len(start) :]).core, sign)
-    if text.endswith("%"):
-        return Measured(text[:-1].strip(), "%")
+                core, unit = measured(text[len(start) :])
+                if unit in SYNONYMS and unit != sign:
+                    return Measured(text, "")  # \$5 cents
+                per = "/" + unit.removeprefix("per ") if unit.startswith("per ") else ""
+                return Measured((start[0] if start[0] in "-+" else "") + core, sign + per)
+    if text[-1:] in ("%", "$", "€"):
+        return Measured(text[:-1].strip(), text[-1])
     found = DEGREES.fullmatch(text)
     if found is not None and not FUNCTION.search(text):
-        return Measured(found.group(1), "deg")
+        return Measured(found[1], f"deg {found[2]}".strip())
     found = TRAILING.fullmatch(text)
     if found is None:
         return Measured(text, "")
     words = found["marked"] if found["marked"] is not None else found["plain"]
-    unit = canonical(words, found["marked"] is not None or len(found["gap"]) > 0)
-    if not unit:
+    marked = found["marked"] is not None
+    unit = words.strip() if marked and words.strip() in LETTERS else canonical(words, marked or bool(found["gap"]))
+    if not unit or not found["core"].strip():
         return Measured(text, "")
     return Measured(found["core"], unit + (found["p1"] or found["p2"] or ""))
 
@@ -81,11 +93,19 @@ def canonical(words: str, free: bool) -> str:
         return ""  # nor is 5m
     if not free and len(names) > 1:
         return ""
-    if len(names) == 2 and names[1] in SYNONYMS and names[0] not in SYNONYMS:
-        return ""  # "5 more cm"
-    return " ".join(names) + power
+    whole = " ".join(names)
+    return RATES.get(whole.replace(" per ", "/"), whole) + power
+
+
+def agree(a: str, b: str) -> bool:
+    """The same unit, or one is left out; of degrees the scale, of a price what it is per."""
+    short, long = sorted((a, b), key=len)
+    return short in ("", long) or (short in ("deg", *CURRENCIES) and long.startswith((f"{short} ", f"{short}/")))
 
 
 def name(word: str) -> str:
+    if "/" in word:
+        rate = "/".join(name(part) for part in word.split("/"))
+        return RATES.get(rate, rate)
     single = word if word in NAMES or len(word) < 4 or not word.endswith("s") else word[:-1]
     return NAMES.get(word, NAMES.get(single, single))

@@ -37,6 +37,15 @@ class Verdict(NamedTuple):
     right: bool
     reason: str  # in a few words
 
+    @property
+    def gave_up(self) -> bool:
+        """Wrong for want of time or memory rather than known to be; such verdicts are not remembered."""
+        return self.reason.startswith("gave up")
+
+
+class _GaveUp(Exception):
+    """Passes by the cache."""
+
 
 def verify(response: str, truth: str) -> bool:
     r"""True if the final answer of the response equals the truth. Never raises, whatever the two are.
@@ -70,6 +79,8 @@ def verdict(response: str, truth: str) -> Verdict:
         return Verdict(False, "different, with characters that cannot be seen")
     try:
         return judged(given, wanted)
+    except _GaveUp as error:
+        return Verdict(False, f"gave up {error}")
     except Exception as error:  # no worker can be had, say: that is not the answer's fault, and not remembered
         text = f"could not be worked out: {type(error).__name__}: {error}"
         with contextlib.suppress(Warning):  # even where warnings are errors
@@ -109,7 +120,7 @@ def judged(given: str, wanted: str) -> Verdict:
             return Verdict(False, f"different as text, and not worked out: {why}")
     outcome = worked_out(given, wanted)
     if outcome == LATE:
-        return Verdict(False, f"gave up after {SECONDS:g} s")
+        raise _GaveUp(f"after {SECONDS:g} s")
     if outcome == UNKNOWN:
         return Verdict(False, "different as text, and not understood")
     return Verdict(outcome == EQUAL, "equal, worked out" if outcome == EQUAL else "different, worked out")
@@ -201,9 +212,13 @@ def _ask(given: str, wanted: str) -> float:
     from .scoring import Scorer
 
     with _lock:
-        if _scorer is None:
+        if _scorer is None or not _scorer._finalizer.alive:  # closed by an exit handler that came before this call
             _scorer = Scorer(_Judge(), workers=1, timeout=HARD, memory_gb=MEMORY_GB, on_error=LATE)
-    return float(_scorer.score([(given, wanted, "")]).values[0])
+    for _ in range(2):  # a worker may be killed for what others have done: once more
+        scores = _scorer.score([(given, wanted, "")])
+        if not scores.failures["raised"]:
+            return float(scores.values[0])
+    raise _GaveUp(f"as the worker died twice ({scores.messages[0]})")
 
 
 def _forget() -> None:

@@ -31,8 +31,9 @@ Item = tuple[str, str, str]  # response, answer, prompt
 Outcome = tuple[int, float, str]  # one of the kinds below, the reward, a message
 Message = tuple[int, int, Item]  # number of the call, of the function, what to call it with
 
-# SPENT: out of memory, which the next call must not suffer from; BROKEN: a reward function cannot be had
-OK, RAISED, NOT_FINITE, TIMED_OUT, SPENT, READY, BROKEN, DIED = range(8)
+# SPENT: out of memory, which the next call must not suffer from; BROKEN: a reward function cannot be had;
+# LEAVING: calls that are over still hold threads, no more may come
+OK, RAISED, NOT_FINITE, TIMED_OUT, SPENT, READY, BROKEN, DIED, LEAVING = range(9)
 NOBODY = 2**32 - 1  # number in replies that are about no call
 LENGTH = struct.Struct("<I")  # of the pickle that follows
 REPLY = struct.Struct("<IBdH")  # number, kind, value, length of the message that follows
@@ -210,16 +211,19 @@ class _Flight:
         self._inbox, self._callers, self._running, self._timeout = inbox, callers, running, timeout
         self._calls: set[Any] = set()
         self._runner: Any = None
+        self._threads: Any = None
+        self._leaving = False
 
     def run(self, message: Message) -> None:
         """This call, and what comes in until all are answered."""
         import asyncio
-        from concurrent.futures import ThreadPoolExecutor
 
         if self._runner is None:
-            self._runner = asyncio.Runner()
+            from .threads import Threads
+
+            self._runner, self._threads = asyncio.Runner(), Threads(FLIGHT, self._timeout)
             loop = self._runner.get_loop()
-            loop.set_default_executor(ThreadPoolExecutor(FLIGHT))  # asyncio's own would hold up to_thread
+            loop.set_default_executor(self._threads)  # asyncio's own has fewer threads than there are calls
             loop.set_task_factory(self._make_task)
         self._runner.run(self._fly(message))
 
@@ -263,12 +267,20 @@ class _Flight:
         await asyncio.wait({call}, timeout=self._timeout)
         if not call.done():
             call.cancel()  # whatever it makes of that, nobody waits for it
+            self._leave_if(self._threads.held_by(number))
             reply(self._inbox.fd, number, (TIMED_OUT, 0.0, late(self._timeout)))
             return
         outcome = call.result()
+        self._leave_if(self._threads.worn_out())
         reply(self._inbox.fd, number, outcome)
         if outcome[0] == SPENT:
             os._exit(0)
+
+    def _leave_if(self, stuck: bool) -> None:
+        """Before the reply, which would bring in the next call."""
+        if stuck and not self._leaving:
+            self._leaving = True
+            reply(self._inbox.fd, NOBODY, (LEAVING, 0.0, ""))
 
     def _make_task(self, loop: Any, coroutine: Any, **options: Any) -> Any:
         """A task that belongs to a call, itself or through the task that made it, notes its steps."""

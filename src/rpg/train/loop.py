@@ -33,7 +33,18 @@ from .experience import Collector, Cursor, Experience, PromptTooLong
 from .logs import RunLogs, write_summary, write_whole
 from .memory import make_room, pick_slots
 from .optim import ScheduleFreeAdamW, averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
-from .parts import check_fit, check_train, held_out, make_scorer, pick_device, pick_dtype, resolve, warnings_about
+from .parts import (
+    check_fit,
+    check_rewards,
+    check_train,
+    held_out,
+    make_scorer,
+    pick_device,
+    pick_dtype,
+    resolve,
+    unasked,
+    warnings_about,
+)
 from .reference import Reference, batch_logp, rule_of
 from .settings import flat, to_yaml
 from .stopping import Stop
@@ -111,6 +122,8 @@ def _set_up(
         raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
     trainer = stack.enter_context(Trainer(config, folder, view, found))
     if not resume:  # no mistake up to here: now there may be a folder
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"output: {folder} is a file; give a folder with --output")
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(folder))
     elif found is not None:
@@ -153,11 +166,12 @@ class Trainer:
         if found is not None:
             self._check_settings(found)
         self.algorithm = resolve(config)
+        check_rewards(config)
         for text in warnings_about(self.algorithm, config):
             self._warn(text)
         own = config.task
         self.task: Task = load_task(own.name, config.seed, own.test, own.prompt_key, own.answer_key)
-        for text in self.task.notes:
+        for text in (*self.task.notes, *unasked(self.task, config)):
             self.view.message(text)
         sampling, device = config.rollout, pick_device(config.device)
         # auto depends on the device, on which a resumed run need not be

@@ -11,23 +11,40 @@ from ..clipping import Unweighted
 from ..mismatch import MIS, TIS, IcePop, Mismatch, SequenceMask
 from ..names import one_of
 from ..policy import Policy
-from ..tasks import ENDLESS, Problem, Scorer, Task, finite
-from ..tasks.rewards import make_reward
+from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
+from ..tasks.rewards import functions, make_reward
+from ..tasks.scoring import Part
+from ..tasks.templates import template_text
 from .config import Config
 from .experience import PromptTooLong, encode_prompt, prompt_parts
 
 
 def make_scorer(config: Config, task: Task) -> Scorer:
     own = config.task
-    scorer = Scorer(
-        make_reward(own.reward, own.rewards, task, own.template),
-        workers=own.workers,
-        timeout=own.timeout,
-        on_error=own.on_error,
-        memory_gb=own.memory_gb,
-    )
+    _check_template(config)
+    scorer = _scorer(config, make_reward(own.reward, own.rewards, task, own.template), own.workers)
     scorer.start()
     return scorer
+
+
+def check_rewards(config: Config) -> None:
+    """What make_scorer would refuse, as far as it can be known without the task: functions are imported, in a process
+    of their own, and never called."""
+    own = config.task
+    _check_template(config)
+    named = [Part("", name) for name in functions(own.reward, own.rewards)]
+    with _scorer(config, named, min(1, own.workers)) as scorer:
+        scorer.start()
+
+
+def _check_template(config: Config) -> None:
+    if config.task.template is not None:  # also where no problem takes it
+        template_text(config.task.template)
+
+
+def _scorer(config: Config, reward: Sequence[Part], workers: int) -> Scorer:
+    own = config.task
+    return Scorer(reward, workers=workers, timeout=own.timeout, on_error=own.on_error, memory_gb=own.memory_gb)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -170,6 +187,20 @@ def warnings_about(chosen: Algorithm, config: Config) -> Iterator[str]:
     has_kl = (loss.divergence != "none" and loss.beta > 0) or chosen.advantage.beta > 0
     if config.reference.update != "auto" and not has_kl:
         yield f"reference.update={config.reference.update} has no effect: {chosen.name} has no KL term"
+
+
+def unasked(task: Task, config: Config) -> Iterator[str]:
+    """Answers are read in a few forms, which a prompt should ask for."""
+    own = config.task
+    if own.template is not None or own.reward is not None or task.reward is not verify_reward:
+        return
+    first = task.train[:256]
+    plain = sum(problem.template == "plain" for problem in first)
+    if plain > len(first) / 2:
+        yield (
+            f"{task.name}: its prompts do not say how to answer, and only \\boxed{{…}}, #### … and Answer: … are read: "
+            "--task.template boxed asks for it"
+        )
 
 
 def pick_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
 from ..models.counts import Counts
 from ..models.meta import Shell, shell
+from ..rollout.vllm import GPU_SHARE
 from . import devices, memory
 from .config import Config
 from .devices import Device
 from .estimates import Batch, Work, rollout_seconds, train_seconds
-from .parts import pick_device, pick_dtype, resolve, warnings_about
+from .parts import check_rewards, pick_device, pick_dtype, resolve, warnings_about
 from .plan_data import Data, data_of
 from .reference import rule_of
 
@@ -115,9 +117,12 @@ def plan(
     """``device``: a name of devices.py; None: the one that the run would have. ``shares`` and ``prompt_tokens`` are
     what is assumed of lengths. A mistake in the settings is a ValueError of one line."""
     algorithm = resolve(config)
+    check_rewards(config)
     chosen, dtype = _device(config, device)
     model = shell(config.model, dtype, config.model_options, config.peft.method, json.dumps(config.peft.options))
     rule, rollout = rule_of(algorithm, config.reference), config.rollout
+    if getattr(model.model.config.get_text_config(), "num_attention_heads", None) is None:
+        raise ValueError(f"{config.model} has no attention heads: neither a plan nor the engine knows such a model")
     parts, sizes = _sizes(model.model, config, chosen, rule != "old")
     available = int(memory.SHARE * chosen.memory)
     counts = Counts.of(model.model, dtype.itemsize)
@@ -134,7 +139,8 @@ def plan(
     dynamic = algorithm.dynamic_sampling if rollout.dynamic is None else rollout.dynamic
     overlong = algorithm.overlong_penalty if rollout.overlong is None else rollout.overlong
     data = data_of(config)
-    passes = (rule != "old") + (rollout.old_logp == "recompute" or algorithm.loss.level != "token")
+    by_vllm = rollout.engine == "vllm" and rollout.old_logp == "auto"
+    passes = (rule != "old") + (rollout.old_logp == "recompute" or by_vllm or algorithm.loss.level != "token")
     prompt = prompt_tokens or data.prompt
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
@@ -201,7 +207,9 @@ def _sizes(model: Any, config: Config, device: Device, held: bool) -> tuple[memo
         tokens, recompute = memory.choose(model, config, available, held, logits)
     found = memory.estimate(model, config, tokens, recompute, held, logits)
     if config.rollout.engine == "vllm":  # its own weights and cache
-        share = float(config.rollout.vllm.get("gpu_memory_utilization", 0))
+        share = config.rollout.vllm.get("gpu_memory_utilization", 0.0 if device.cpu else GPU_SHARE)
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"rollout.vllm.gpu_memory_utilization must be between 0 and 1; got {share!r}")
         found = replace(found, cache=max(found.cache + found.weights, int(share * device.memory)))
     return found, _Sizes(tokens, recompute, slots)
 
@@ -242,6 +250,8 @@ def _disk(config: Config, model: Shell, parts: memory.Memory) -> Disk:
     folder, keep = Path(config.output), config.checkpoint
     log = folder / "metrics.jsonl"
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"output: cannot write into {there}; give another folder with --output")
     weights = sum(x.nbytes for x in adapter_weights(model.model).values()) if adapted(model.model) else parts.weights
     return Disk(
         folder=str(folder),

@@ -7,10 +7,14 @@ from pathlib import Path
 
 from ..names import choose
 from ..tasks.builtin import BUILTIN
-from ..tasks.datasets import DATASETS, dataset_name
+from ..tasks.datasets import DATASETS, Split, dataset_name
+from ..tasks.files import SUFFIXES
+from ..tasks.gym import PREFIX, check
+from ..tasks.hub import HubId
+from ..tasks.importing import split_spec
+from ..tasks.mixture import parse
 from .config import Config
 
-FILES = (".jsonl", ".json", ".parquet")
 HELD_OUT = 10  # of a file without a test set, one row in so many
 PROMPT = 256  # tokens, where nothing is known
 CHARACTERS = 3  # to a token, of text
@@ -27,31 +31,57 @@ class Data:
 
 def data_of(config: Config) -> Data:
     task, most = config.task, config.eval.problems
-    rows = rows_of(task.name)
+    names = [name for _, name in parse(task.name)]
+    counts = [rows_of(name) for name in names]
+    rows = sum(number for number in counts if number is not None) if None not in counts else None
+    tests: dict[str, int | None] = {}
     if task.test is not None:
-        tests = {name: rows_of(name, test=True) for name in (part.strip() for part in task.test.split(","))}
-    elif rows is not None and task.name.endswith(FILES):
-        tests, rows = {task.name: rows // HELD_OUT}, rows - rows // HELD_OUT
+        given = [name for part in task.test.split(",") if (name := part.strip())]
+        tests = {name: _tested(name) for name in given}
     else:
-        tests = {task.name: rows_of(task.name, test=True)}
+        for name, number in zip(names, counts, strict=True):
+            known = DATASETS.get(dataset_name(name) or "")
+            if known is not None and known.test is not None:
+                tests[known.test_name or dataset_name(name) or name] = _problems(known.test)
+            elif number is not None:  # a tenth is held out
+                tests[name] = number // HELD_OUT
+                rows = None if rows is None else rows - number // HELD_OUT
+            else:
+                tests[name] = None
     evaluated = sum(min(most, number or most) for number in tests.values())
     prompt = min(_prompt(config), config.rollout.max_prompt_tokens)
     return Data(task.name, rows, tests, evaluated, prompt)
 
 
-def rows_of(name: str, test: bool = False) -> int | None:
-    """Rows of a file that is here, or of a dataset that has a name; a name that means nothing is a ValueError."""
-    if name.endswith(FILES) and name.count("*") == 0:
+def rows_of(name: str) -> int | None:
+    """Rows to train on, of a file that is here or of a dataset that has a name; what cannot be had is a ValueError."""
+    if name.endswith(SUFFIXES):
         path = Path(name).expanduser()
         if not path.is_file():
             raise ValueError(f"no such file: {name}")
         return _count(path)
     if (known := dataset_name(name)) is not None:
-        split = DATASETS[known].test if test else DATASETS[known].train or DATASETS[known].test
-        return None if split is None else int(split.problems.replace(",", ""))
-    if name not in BUILTIN and not any(mark in name for mark in ":/*+"):
+        train = DATASETS[known].train
+        if train is None:
+            raise ValueError(f"task {name!r} has no problems to train on")
+        return _problems(train)
+    if name.startswith(PREFIX):
+        check(name)
+    elif ":" in name:
+        split_spec(name)
+    elif name not in BUILTIN and HubId.parse(name) is None:
         raise ValueError(choose("task", name, [*BUILTIN, *DATASETS]))
     return None
+
+
+def _tested(name: str) -> int | None:
+    known = DATASETS.get(dataset_name(name) or "")
+    found = known and (known.test or known.train)
+    return _problems(found) if found else rows_of(name)
+
+
+def _problems(split: Split) -> int:
+    return int(split.problems.replace(",", ""))
 
 
 def _count(path: Path) -> int | None:
