@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import overload
 
-from .task import ENDLESS, Problem, Task
+from .task import Lazy, Problem, Task
 
 LARGEST = 199  # no number on the way to an answer is larger, none is negative
 TRAIN, TEST = "train", "test"
@@ -126,23 +125,14 @@ def split_of(prompt: str) -> str:
 
 
 @dataclass(frozen=True)
-class Generated(Sequence[Problem]):
+class Generated(Lazy):
     """Problem i of a split, made when asked for."""
 
     make: Callable[[random.Random], Problem]
     split: str
     seed: int = 0
 
-    def __len__(self) -> int:
-        return ENDLESS
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def problem(self, index: int) -> Problem:
         rng = random.Random(f"{self.split}/{self.seed}/{index}")
         while split_of((problem := self.make(rng)).prompt) != self.split:
             pass

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any
 from urllib.parse import parse_qsl
 
 from ..names import choose
@@ -21,7 +21,7 @@ from .answers import final_answer
 from .builtin import TEST, TRAIN, split_of
 from .importing import describe
 from .tagged import Tagged, tag_of
-from .task import ENDLESS, Problem, Task
+from .task import Lazy, Problem, Task
 
 PREFIX = "gym:"
 TEMPLATE = (
@@ -70,7 +70,7 @@ def _faults(reward: GymReward, problems: Sequence[Problem]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class GymProblems(Sequence[Problem]):
+class GymProblems(Lazy):
     """Problem i of a split, made when asked for."""
 
     generator: str
@@ -78,16 +78,7 @@ class GymProblems(Sequence[Problem]):
     split: str
     seed: int = 0
 
-    def __len__(self) -> int:
-        return ENDLESS
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def problem(self, index: int) -> Problem:
         first = index * SPAN[self.split] + (self.seed % 1000) * 2_000_000
         for number in range(first, first + TRIES):
             entry = _entry(self.generator, self.options, number)

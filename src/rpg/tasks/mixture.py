@@ -9,11 +9,11 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, count
-from typing import Any, overload
+from typing import Any
 
 from .datasets import dataset_name
 from .tagged import Tagged, tag_of
-from .task import ENDLESS, Problem, Task
+from .task import ENDLESS, Lazy, Problem, Task
 
 SIGN = re.compile(r"\s\+\s")
 WEIGHTED = re.compile(r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf))\s*\*\s*(.+)", re.IGNORECASE)
@@ -71,7 +71,7 @@ def mix(tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, given: S
     )
 
 
-class Mixture(Sequence[Problem]):
+class Mixture(Lazy):
     """Problem i is from a part that the weights alone decide; a part's own problems come in shuffled passes."""
 
     def __init__(
@@ -93,16 +93,7 @@ class Mixture(Sequence[Problem]):
             seen[part] += 1
         self._orders: dict[int, tuple[int, list[int]]] = {}  # part -> (pass, order)
 
-    def __len__(self) -> int:
-        return ENDLESS
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def problem(self, index: int) -> Problem:
         turn, place = divmod(index, len(self._pattern))
         part = self._pattern[place]
         problem = self.parts[part][self._place(part, turn * self._counts[part] + self._ranks[place])]
@@ -121,7 +112,7 @@ class Mixture(Sequence[Problem]):
         return self._orders[part][1][place]
 
 
-class Marked(Sequence[Problem]):
+class Marked(Lazy):
     """Problems whose answers carry the part that they are from."""
 
     def __init__(self, problems: Sequence[Problem], part: int, name: str) -> None:
@@ -130,13 +121,7 @@ class Marked(Sequence[Problem]):
     def __len__(self) -> int:
         return len(self.problems)
 
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def problem(self, index: int) -> Problem:
         return mark(self.problems[index], self._part, self._name)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 ENDLESS = 2**31  # length of problems that are made when asked for
 
@@ -17,6 +18,25 @@ class Problem:
     template: str = "plain"  # how the prompt is put to the model, unless the run says otherwise: see templates.py
     system: str = ""  # system prompt that the dataset brings along
     source: str = ""  # the dataset it is from, where there are several
+
+
+class Lazy(Sequence[Problem]):
+    """Problems that are made when asked for, without end unless a subclass has a length of its own."""
+
+    @abstractmethod
+    def problem(self, index: int) -> Problem: ...
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self.problem(i) for i in range(*index.indices(len(self)))]
+        return self.problem(index)
 
 
 class Reward(Protocol):

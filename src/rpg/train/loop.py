@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
-import os
 import shlex
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from .config import Config
 from .engines import make_engine
 from .evaluate import evaluate
 from .experience import Collector, Cursor, Experience, PromptTooLong
+from .folder import locked, read_rows
 from .logs import RunLogs, write_summary, write_whole
 from .memory import make_room, pick_slots
 from .optim import ScheduleFreeAdamW, averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
@@ -107,6 +105,8 @@ def _set_up(
         view.message(text, "warning")
 
     found = None
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output: {folder} is a file; give a folder with --output")
     if resume:
         if not (folder / "config.yaml").exists():
             raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
@@ -122,8 +122,6 @@ def _set_up(
         raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
     trainer = stack.enter_context(Trainer(config, folder, view, found))
     if not resume:  # no mistake up to here: now there may be a folder
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"output: {folder} is a file; give a folder with --output")
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(folder))
     elif found is not None:
@@ -136,26 +134,6 @@ def _set_up(
     if resume:
         view.history(read_rows(folder / "metrics.jsonl"))
     return trainer, logs
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Two processes in one folder would spoil each other's files. The lock ends with the process, however it ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another process is training in {folder}") from error
-        yield
-    finally:
-        os.close(handle)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 class Trainer:
