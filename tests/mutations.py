@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -133,6 +133,10 @@ def mutants(tree):
     return found
 
 
+def function_of(mutant):
+    return "" if mutant is None else mutant.name.split(":")[0]
+
+
 def of_module(module):
     return mutants(ast.parse((PACKAGE / f"{module}.py").read_text()))
 
@@ -246,20 +250,36 @@ def brief_hypothesis():
     hypothesis.settings = lambda **given: thorough(**(given | quick))
 
 
+def warm_up():
+    """What the first use costs, half a second each, is paid here once and not in every child."""
+    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
+
+    @hypothesis.settings(max_examples=8)
+    @hypothesis.given(hypothesis.strategies.floats(0, 1))
+    def use(x):
+        assert x >= 0
+
+    use()
+
+
 def run(module, jobs, skipped=()):
     """Yields (name of the mutant or None for the untouched source, what killed it or None)."""
     assert not any(name.split(".")[0] == "rpg" for name in sys.modules), "rpg must be imported in the children only"
     finder = Trees()
     sys.meta_path.insert(0, finder)
     brief_hypothesis()
-    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))  # imports half a second's worth of modules
+    warm_up()
     files = [TESTS / f"test_{name}.py" for name in ORACLES[module]]
     sources = {file.stem: compile(file.read_text(), str(file), "exec") for file in files}
     waiting = [m for m in mutants(finder.trees[f"rpg.{module}"][1]) if m.name not in skipped]
-    waiting, running, promising = [None, *waiting], {}, Counter()
+    waiting, running = [None, *waiting], {}
+    killers = defaultdict(Counter)  # function -> what killed its mutants: mostly that also kills the next one
     while waiting or running:
         while waiting and len(running) < jobs:
             mutant = waiting.pop(0)
+            promising = sum(killers.values(), Counter())
+            for label, count in killers[function_of(mutant)].items():
+                promising[label] += 1000 * count
             pid, fd = in_child(finder, module, mutant, sources, promising)
             running[pid] = (mutant, fd)
         pid, status = os.wait()
@@ -268,7 +288,7 @@ def run(module, jobs, skipped=()):
         os.close(fd)
         killed_by = json.loads(told) if told else f"crash or timeout, wait status {status}"
         assert not isinstance(killed_by, dict), (mutant, killed_by)
-        promising[killed_by] += 1
+        killers[function_of(mutant)][killed_by] += 1
         yield (None if mutant is None else mutant.name), killed_by
 
 

@@ -19,10 +19,10 @@ print(json.dumps([seconds, sorted(added & set({HEAVY!r})), sorted(n for n in {HE
 
 def test_import_is_light_and_fast():
     runs = []
-    for _ in range(3):
+    for _ in range(2):
         done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
         runs.append(json.loads(done.stdout))
-    assert [added for _, added, _ in runs] == [[], [], []]
+    assert [added for _, added, _ in runs] == [[], []]
     loaded = set(runs[0][2])
     assert not loaded & {"transformers", "trl", "datasets", "liger_kernel", "verl", "rich", "scipy"}
     assert min(seconds for seconds, _, _ in runs) < 1.0

@@ -3,10 +3,7 @@
 import contextlib
 import http.server
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -48,16 +45,14 @@ def judge():
 
 
 @pytest.mark.parametrize(("name", "part", "mean"), [("brevity", "few_lines", None), ("judge", "score", 0.5)])
-def test_functions_of_ones_own(name, part, mean, tmp_path):
+def test_functions_of_ones_own(server, name, part, mean, tmp_path):
     code = next(code for code in PYTHON if code.startswith(f"# {name}.py: rpg train "))
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
     command = code.splitlines()[0].partition(": rpg ")[2].split()
     with judge() as (address, asked):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "JUDGE_URL": address}
-        line = [sys.executable, "-m", "rpg.cli", *command, *SMALL]
-        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "reward function" not in done.stdout + done.stderr  # none failed
+        done = server.start(*command, *SMALL, cwd=tmp_path, JUDGE_URL=address).wait()
+    assert done.code == 0, done.text
+    assert "reward function" not in done.text  # none failed
     rows = [json.loads(line) for line in (tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()]
     assert f"reward/part/{name}.{part}" in rows[-1]
     assert rows[-1]["reward/part/correct"] == rows[-1]["reward/solved"]
@@ -67,11 +62,11 @@ def test_functions_of_ones_own(name, part, mean, tmp_path):
         assert set(asked[0]) == {"prompt", "response", "answer"}
 
 
-def test_from_python(tmp_path):
+def test_from_python(server, tmp_path):
     code = PYTHON[-1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == code.strip().rpartition("# ")[2]
+    done = server.start(code=code, cwd=tmp_path).wait()
+    assert done.code == 0, done.text
+    assert done.out.strip() == code.strip().rpartition("# ")[2]
 
 
 def test_names_and_settings_are_those_of_the_code():

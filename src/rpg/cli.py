@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .bench.command import add_bench
+from .export.command import add_export
 from .report.command import add_report
 from .tasks.command import add_tasks
 from .train.command import add_eval, add_train
@@ -65,7 +66,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="rpg", description="KL-regularised policy gradients for language models.")
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for add in (add_train, add_eval, add_tasks, add_report, add_audit, add_algorithms, add_bench):
+    for add in (add_train, add_eval, add_tasks, add_report, add_export, add_audit, add_algorithms, add_bench):
         add(commands)
     return parser
 

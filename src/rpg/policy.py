@@ -212,23 +212,34 @@ class Policy:
             inputs = {"input_ids": ids_BL[:, :-1]}
             state_N = row_N * (ids_BL.shape[1] - 1) + start_B[row_N] + t_N - 1  # the state before the token
             target_N, place_N = ids_BL[row_N, start_B[row_N] + t_N], row_N * mask_BT.shape[1] + t_N
-        hidden_NH = None
-        with within(), self._recomputing(within) if recompute else nullcontext():
-            out = (self.model.base_model if self.apart else self.model)(**inputs, use_cache=False)
-        if not self.apart:
-            logp_N, entropy_N = _logp(out.logits.flatten(0, 1)[state_N], target_N, self.temperature)
-        else:
-            hidden_NH = out.last_hidden_state.flatten(0, 1).index_select(0, state_N)
-            if self.linear:
-                logp_N, entropy_N = linear_logp(hidden_NH, self.head(), target_N, self.temperature)
-            else:
-                logp_N, entropy_N = self._through_the_head(hidden_NH, target_N, type(out))
+        logp_N, entropy_N, hidden_NH = self._compute(inputs, state_N, target_N, within, recompute)
         zero_N = torch.zeros(mask_BT.numel(), device=logp_N.device)
         return Scored(
             zero_N.index_copy(0, place_N, logp_N.float()).view(mask_BT.shape),
             zero_N.index_copy(0, place_N, entropy_N.detach().float()).view(mask_BT.shape),
-            hidden_NH if self.linear else None,
+            hidden_NH,
         )
+
+    def _compute(
+        self,
+        inputs: dict[str, Tensor],
+        state_N: Tensor,
+        target_N: Tensor,
+        within: Callable[[], AbstractContextManager[Any]],
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """logp_N, entropy_N and, where the head is linear, hidden_NH: all of ``score`` that touches weights."""
+        with within(), self._recomputing(within) if recompute else nullcontext():
+            out = (self.model.base_model if self.apart else self._call)(**inputs, use_cache=False)
+        if not self.apart:
+            return *_logp(out.logits.flatten(0, 1)[state_N], target_N, self.temperature), None
+        hidden_NH = out.last_hidden_state.flatten(0, 1).index_select(0, state_N)
+        if self.linear:
+            return *linear_logp(hidden_NH, self.head(), target_N, self.temperature), hidden_NH
+        return *self._through_the_head(hidden_NH, target_N, type(out)), None
+
+    def _call(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
 
     @contextmanager
     def _recomputing(self, within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -261,7 +272,7 @@ class Policy:
         own = vars(base).get("forward")
         try:
             base.forward = lambda *args, **kwargs: kind(last_hidden_state=hidden_NH[None])
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+            logits: Tensor = self._call(input_ids=ids, use_cache=False).logits[0]
         finally:
             _restore(base, own)
         return logits
@@ -331,6 +342,13 @@ class Policy:
     def head(self) -> Tensor:
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
+
+    def head_parameter(self) -> Tensor:
+        """The head as the optimiser knows it."""
+        return self.head()
+
+    def rest(self) -> None:
+        """After passes without gradients: give back what is held for a backward pass."""
 
     def save(self, folder: Path) -> None:
         """A plain Hugging Face folder; of an adapter, one as PEFT writes it."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,49 +15,27 @@ from rpg.cli import Mistake, Parser
 
 SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "8", "--repeats", "1", "--threads", "1"]
 
-COMMAND = """
-import sys
-{hide}
-from rpg.bench.command import add_bench
-from rpg.cli import Mistake, Parser
 
-if __name__ == "__main__":  # the sides are spawned
-    parser = Parser(prog="rpg")
-    add_bench(parser.add_subparsers(dest="command", parser_class=Parser))
-    args = parser.parse_args(["bench", *sys.argv[1:]])
-    sys.exit(args.run(args))
-"""
-HIDE = """
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "trl" else find(name, *rest)
-"""
-
-
-def bench(tmp_path, *arguments, hide=""):
-    script = tmp_path / "bench.py"
-    script.write_text(COMMAND.format(hide=hide))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, script, *SMALL, *arguments], capture_output=True, text=True, timeout=120, env=environment
-    )
-
-
-def refused(*arguments):
+def bench(*arguments):
+    """The command; its sides run in processes of their own."""
     from rpg.bench.command import add_bench
 
     parser = Parser(prog="rpg")
     add_bench(parser.add_subparsers(dest="command", parser_class=Parser))
     args = parser.parse_args(["bench", *arguments])
+    return args.run(args)
+
+
+def refused(*arguments):
     with pytest.raises(Mistake) as caught:
-        args.run(args)
+        bench(*arguments)
     return str(caught.value)
 
 
-def test_both_sides(tmp_path):
+def test_both_sides(tmp_path, capsys):
     pytest.importorskip("trl")
-    done = bench(tmp_path, "--json", str(tmp_path / "found.json"))
-    assert done.returncode == 0, done.stderr
+    assert bench(*SMALL, "--json", str(tmp_path / "found.json")) == 0
+    out = capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
 
     work, sides = Work(**found["work"]), found["sides"]
@@ -77,23 +53,25 @@ def test_both_sides(tmp_path):
     assert found["speedup"]["seconds"] == pytest.approx(medians["trl"] / medians["rpg"])
     assert found["machine"]["versions"]["trl"] is not None
 
-    lines = done.stdout.splitlines()
+    lines = out.splitlines()
     assert lines[0].startswith("A step of rpg is ")
     for label, side in (("rpg 0", "rpg"), ("TRL GRPOTrainer", "trl")):
         row = next(line for line in lines if line.strip().startswith(label))
         assert f"{medians[side]:.3f}" in row
-    assert f"{work.minibatches} AdamW steps" in " ".join(done.stdout.split())
+    assert f"{work.minibatches} AdamW steps" in " ".join(out.split())
 
 
-def test_without_trl_it_is_rpg_alone_and_says_how_to_install(tmp_path):
-    done = bench(tmp_path, "--repeats", "2", "--json", str(tmp_path / "found.json"), hide=HIDE)
-    assert done.returncode == 0, done.stderr
+def test_without_trl_it_is_rpg_alone_and_says_how_to_install(tmp_path, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "trl" else find(name, *rest))
+    assert bench(*SMALL, "--repeats", "2", "--json", str(tmp_path / "found.json")) == 0
+    out = capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found["sides"]) == {"rpg"}
     assert len(found["sides"]["rpg"]["steps"]) == 2  # what warmed it up does not count
     assert "speedup" not in found
-    assert "pip install 'rpg-rl[audit]'" in done.stdout
-    assert "GRPOTrainer" not in done.stdout
+    assert "pip install 'rpg-rl[audit]'" in out
+    assert "GRPOTrainer" not in out
 
 
 @pytest.mark.parametrize(

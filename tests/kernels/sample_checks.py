@@ -31,8 +31,8 @@ def agree(logits: torch.Tensor, u: torch.Tensor, how: tuple[float, float, int], 
 
 
 def check_sizes() -> None:
-    for vocabulary in (8, 130, 1000):
-        for how in HOW:
+    for vocabulary, hows in ((8, HOW[::5]), (130, HOW), (1000, HOW[::5])):
+        for how in hows:
             agree(*draw(2, vocabulary, vocabulary), how)
 
 
@@ -57,6 +57,7 @@ def check_half_precision_rows_with_strides_and_float32_uniforms() -> None:
     wide[:, :401] = logits
     for how in HOW:
         agree(wide[:, :401], torch.stack([u, u], 1).float()[:, 0], how)
+    for how in HOW[2::2]:
         agree(wide[:, :401], u, how, room=16)
 
 
@@ -107,7 +108,7 @@ def check_nan_and_infinite_logits() -> None:
 def check_measure_of_the_uniform_numbers_of_a_token_is_its_probability() -> None:
     """A dense grid of numbers, 150 words: each is drawn as often as its probability says, to within one number."""
     logits = draw(1, 150, 6)[0]
-    for how, count in (((1.0, 1.0, 0), 150), ((1.0, 0.9, 30), 30)):
+    for how, count in (((1.0, 1.0, 0), 70), ((1.0, 0.9, 30), 30)):
         u = (torch.arange(count, dtype=torch.double) + 0.5) / count
         token, logp = launch(logits.expand(count, -1), u, *how)
         p = truncate(logits.double(), *how[1:]).softmax(-1)[0]

@@ -1,19 +1,11 @@
-"""Fixtures that run `rpg …` in processes of its own: see running.py."""
+"""Fixtures that run `rpg …` in processes of its own: see forked.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from running import TINY, Job, Server
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One command at a time: wait() for it before the next."""
-    server = Server(tmp_path_factory.mktemp("commands"))
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from running import TINY, Job, Server, assert_same, bits, checkpoints, lines, metrics, summary
 
-STEPS, KILLS = 12, 6
+STEPS = 12
+MOMENTS = ("step", "checkpoint", "row", "start")  # of the kills
 COMMON = ["--steps", STEPS, "--eval.every", "4", "--optim.lr", "3e-4"]
 REWARD = "def score(response, answer, prompt):\n    return 1.0 if answer in response else len(response) % 3 / 10\n"
 RUNS: dict[str, list[str]] = {
@@ -96,16 +97,15 @@ def test_the_same_bits(server: Server, home: Path, tmp_path: Path, name: str) ->
     options, rng = RUNS[name], random.Random(name)
     finish(server, home, tmp_path / "whole", options)
     killed = tmp_path / "killed"
-    moments = ["step", "checkpoint", "row", "step", "start", "step", "checkpoint"]
     landed: list[str] = []
-    while len(landed) < KILLS:
+    for moment in MOMENTS:
         job = start(server, home, killed, options)
-        kill_at(moments[len(landed) % len(moments)], job, killed, rng)
+        kill_at(moment, job, killed, rng)
         if job.code == 0:  # it was through before the signal came
             break
         assert job.code == -signal.SIGKILL, job.text
         landed.append("checkpoint" if saving(killed) else "start" if lines(killed) == 0 else "step")
-    assert len(landed) >= KILLS - 1, landed
+    assert len(landed) >= len(MOMENTS) - 1, landed
     assert "checkpoint" in landed
     assert "step" in landed
     job = finish(server, home, killed, options)

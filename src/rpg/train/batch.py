@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..advantages import Advantage
 from .experience import Group
+from .ranks import World
 
 CPU_MICRO_TOKENS = 1024  # activations stay in the cache
 GPU_MICRO_TOKENS = 16384
@@ -99,11 +100,55 @@ def micro_batches(batch: Batch, tokens: int | None, packs: bool = True) -> Itera
     Where the policy packs, groups stay together and a group's prompt counts once in each part. Where it pads, rows of
     similar length are together, and each counts as much as the longest.
     """
-    if tokens is None:
-        tokens = CPU_MICRO_TOKENS if batch.ids_BL.device.type == "cpu" else GPU_MICRO_TOKENS
-    about = torch.stack([batch.group_B, batch.start_B, batch.mask_BT.sum(-1)], 1).tolist()
-    for part in _packed_parts(about, tokens) if packs else _padded_parts(about, tokens):
+    for part in _parts(_about(batch), _limit(batch, tokens), packs):
         yield torch.tensor(part, device=batch.ids_BL.device)
+
+
+def dealt(batch: Batch, tokens: int | None, packs: bool, world: World) -> list[Tensor | None]:
+    """The micro-batches of this rank; None where it has no more of them but another rank has: all make as many passes.
+
+    Rows go to ranks in shares of about the same number of tokens. Groups stay together as far as that goes.
+    """
+    if world.size == 1:
+        return list(micro_batches(batch, tokens, packs))
+    about, limit = _about(batch), _limit(batch, tokens)
+    shares = _shares(about, world.size)
+    cuts = [[[share[i] for i in part] for part in _parts([about[i] for i in share], limit, packs)] for share in shares]
+    mine: list[Tensor | None] = [torch.tensor(part, device=batch.ids_BL.device) for part in cuts[world.rank]]
+    return mine + [None] * (max(map(len, cuts)) - len(mine))
+
+
+def filler(batch: Batch) -> Batch:
+    """A row for a rank that has nothing to compute, but has to take part: the shortest."""
+    return batch.rows(batch.lengths_B.argmin()[None])
+
+
+def _about(batch: Batch) -> list[list[int]]:
+    """Of each row its group, and the lengths of prompt and response."""
+    about: list[list[int]] = torch.stack([batch.group_B, batch.start_B, batch.mask_BT.sum(-1)], 1).tolist()
+    return about
+
+
+def _limit(batch: Batch, tokens: int | None) -> int:
+    if tokens is not None:
+        return tokens
+    return CPU_MICRO_TOKENS if batch.ids_BL.device.type == "cpu" else GPU_MICRO_TOKENS
+
+
+def _parts(about: list[list[int]], tokens: int, packs: bool) -> Iterator[list[int]]:
+    return _packed_parts(about, tokens) if packs else _padded_parts(about, tokens)
+
+
+def _shares(about: list[list[int]], size: int) -> list[list[int]]:
+    """Rows, one group after the other, cut where a share is full."""
+    order = sorted(range(len(about)), key=lambda i: about[i][0])
+    total, before = sum(start + length for _, start, length in about), 0
+    shares: list[list[int]] = [[] for _ in range(size)]
+    for i in order:
+        more = about[i][1] + about[i][2]
+        shares[(2 * before + more) * size // (2 * total)].append(i)  # where the middle of the row falls
+        before += more
+    return shares
 
 
 def _packed_parts(about: list[list[int]], tokens: int) -> Iterator[list[int]]:

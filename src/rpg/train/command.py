@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +50,7 @@ def add_train(commands: Any) -> None:
 def run_train(args: argparse.Namespace) -> int:
     from ..cli import Mistake
 
-    flags = given(args, Config)
+    flags, stack = given(args, Config), contextlib.ExitStack()
     try:
         file = args.config
         if args.resume and file is None:
@@ -58,17 +60,35 @@ def run_train(args: argparse.Namespace) -> int:
                 raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
         config = build(Config, file=file, flags=flags)
         if args.dry_run is not None:
+            if several():
+                raise ValueError("--dry-run plans for one process: leave torchrun out (docs/multi-gpu.md for several)")
             return _dry_run(config, args.dry_run, args.resume)
         from .loop import Failed, train
+        from .ranks import joined
+
+        world = stack.enter_context(joined(config.device))
     except ValueError as error:
+        if not first_of_launch():  # the first says it
+            return 2
         raise Mistake(str(error)) from error
-    try:
-        summary = train(config, resume=args.resume)
-    except Failed as error:
-        print(f"rpg train: {error}", file=sys.stderr)
-        return 2 if error.setup else 1
-    print(_closing(summary, config))
-    return SIGNALS.get(summary["stopped_by"], 0)
+    with stack:
+        try:
+            summary = train(config, resume=args.resume, world=world)
+        except Failed as error:
+            return world.failed(str(error), 2 if error.setup else 1)
+        if world.first:
+            print(_closing(summary, config))
+        return SIGNALS.get(summary["stopped_by"], 0)
+
+
+def several() -> bool:
+    """Whether torchrun has started this process and others. (Without an import of torch, which takes seconds.)"""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def first_of_launch() -> bool:
+    """Whether this process is the one that speaks to the user."""
+    return not several() or os.environ.get("RANK") == "0"
 
 
 def _dry_run(config: Config, device: str, resume: bool) -> int:

@@ -7,15 +7,24 @@ from collections.abc import Callable
 from ..policy import Policy
 from ..rollout import Engine, NativeEngine
 from .config import Config
+from .ranks import ALONE, World
 
 
-def make_engine(policy: Policy, config: Config, slots: int, warn: Callable[[str], None] = lambda text: None) -> Engine:
-    """``slots`` sequences are sampled at the same time."""
+def make_engine(
+    policy: Policy,
+    config: Config,
+    slots: int,
+    warn: Callable[[str], None] = lambda text: None,
+    world: World = ALONE,
+) -> Engine:
+    """``slots`` sequences are sampled at the same time, on every rank."""
     rollout, ends = config.rollout, policy.end_ids(config.rollout.end_tokens)
     if rollout.engine == "native":
         if rollout.vllm:
             warn(f"rollout.vllm.{next(iter(rollout.vllm))} has no effect: rollout.engine is native")
         return NativeEngine(policy.model, policy.tokenizer, slots, warn, end_ids=ends)
+    if world.sharded:
+        raise ValueError("rollout.engine=vllm does not run under torchrun: take native, or see docs/engines.md")
     from ..rollout.vllm import VllmEngine
 
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens

@@ -16,6 +16,8 @@ from .experience import encode_prompt
 from .memory import pick_slots
 from .parts import check_fit, held_out, make_scorer, pick_device, pick_dtype
 from .randomness import stream
+from .ranks import ALONE, World
+from .sharing import generate, score
 
 Z = 1.959963984540054  # of a 95 % interval
 
@@ -81,6 +83,7 @@ def evaluate(
     config: Config,
     keep: int = 4,
     watch: Callable[[str], None] = lambda text: None,
+    world: World = ALONE,
 ) -> list[Evaluation]:
     """k responses to every problem of every set, all sampled at once.
 
@@ -89,19 +92,21 @@ def evaluate(
     how = config.eval
     problems = [problem for chosen in sets.values() for problem in chosen]
     total = len(problems) * how.k
-    rollouts = engine.generate(
+    rollouts = generate(
+        world,
+        engine,
         [encode_prompt(policy, problem, config) for problem in problems],
         how.k,
         config.rollout.max_new_tokens,
         how.temperature,
         stream(0, "eval"),
         top_p=how.top_p,
-        progress=lambda done: watch(f"evaluating {done}/{total}"),
+        progress=lambda done: watch(f"evaluating {done * world.size}/{total}"),
     )
     found, begin = [], 0
     for name, chosen in sets.items():
         watch(f"scoring {name}")
-        found.append(_judge(policy, scorer, name, chosen, rollouts[begin : begin + len(chosen)], how.k, keep))
+        found.append(_judge(policy, scorer, name, chosen, rollouts[begin : begin + len(chosen)], how.k, keep, world))
         begin += len(chosen)
     return found
 
@@ -114,10 +119,11 @@ def _judge(
     rollouts: Sequence[Sequence[Rollout]],
     k: int,
     keep: int,
+    world: World,
 ) -> Evaluation:
     flat = [(problem, r) for problem, group in zip(problems, rollouts, strict=True) for r in group]
     texts, total = [policy.decode(r.tokens) for _, r in flat], len(flat)
-    scores = scorer.score([(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
+    scores = score(world, scorer, [(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
     counts = [sum(scores.solved[i : i + k]) for i in range(0, total, k)]
     levels: dict[int, list[float]] = {}
     for problem, count in zip(problems, counts, strict=True):

@@ -19,6 +19,8 @@ from ..tasks import ENDLESS, Problem, Scorer, Scores, Task
 from ..tasks.templates import WRAPPED, fill
 from .config import Config
 from .randomness import permutation, stream
+from .ranks import ALONE, World
+from .sharing import generate, score
 
 LONG_IN_A_ROW = 1000  # prompts without end that are all too long, after which it is no accident
 
@@ -151,9 +153,10 @@ class Collector:
         task: Task,
         scorer: Scorer,
         watch: Callable[[str], None] = lambda text: None,
+        world: World = ALONE,
     ):
         self.config, self.policy, self.engine, self.task, self.scorer = config, policy, engine, task, scorer
-        self.watch = watch
+        self.watch, self.world = watch, world
         sampling = config.rollout
         self.dynamic = algorithm.dynamic_sampling if sampling.dynamic is None else sampling.dynamic
         self.overlong = algorithm.overlong_penalty if sampling.overlong is None else sampling.overlong
@@ -232,16 +235,20 @@ class Collector:
         problems, prompts = [problem for problem, _ in chosen], [ids for _, ids in chosen]
         total = len(prompts) * sampling.samples
         how = {"top_p": sampling.top_p, "top_k": sampling.top_k}
-        rollouts = self.engine.generate(
+        rollouts = generate(
+            self.world,
+            self.engine,
             prompts,
             sampling.samples,
             sampling.max_new_tokens,
             sampling.temperature,
             seed,
-            progress=lambda done: self.watch(f"rollout {done}/{total}"),
-            **how,  # type: ignore[arg-type]
+            progress=lambda done: self.watch(f"rollout {done * self.world.size}/{total}"),
+            **how,
         )
-        greedy = self.engine.generate(prompts, 1, sampling.max_new_tokens, 0.0, seed) if self.greedy else None
+        greedy = None
+        if self.greedy:
+            greedy = generate(self.world, self.engine, prompts, 1, sampling.max_new_tokens, 0.0, seed)
         seconds["rollout"] += perf_counter() - start
 
         start = perf_counter()
@@ -249,7 +256,8 @@ class Collector:
         flat = [(problem, r) for problem, group in zip(problems, rollouts, strict=True) for r in group]
         flat += [(problem, group[0]) for problem, group in zip(problems, greedy or [], strict=False)]
         texts = [self.policy.decode(r.tokens) for _, r in flat]
-        scores = self.scorer.score([(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
+        items = [(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)]
+        scores = score(self.world, self.scorer, items)
         penalties = self._penalties([r for _, r in flat])
         responses = [
             Response(

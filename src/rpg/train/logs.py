@@ -289,6 +289,20 @@ class RunLogs:
         self.close()
 
 
+class NoLogs(RunLogs):
+    """Of a rank that is not the first: nothing is written."""
+
+    def __init__(self) -> None: ...
+
+    def metrics(self, row: Row) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 # ---- trackers --------------------------------------------------------------------------------------------------------
 
 

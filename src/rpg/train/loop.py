@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import shlex
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from .batch import make_batch, with_advantages
 from .config import Config
 from .engines import make_engine
 from .evaluate import evaluate
-from .experience import Collector, Cursor, Experience, PromptTooLong
+from .experience import Collector, Experience, PromptTooLong
 from .folder import locked, read_rows
-from .logs import RunLogs, write_summary, write_whole
+from .logs import NoLogs, RunLogs, write_summary, write_whole
 from .memory import make_room, pick_slots
-from .optim import ScheduleFreeAdamW, averaged_weights, load_optimizer, make_optimizer, optimizer_tensors
+from .optim import ScheduleFreeAdamW, averaged_weights, make_optimizer
 from .parts import (
     check_fit,
     check_rewards,
@@ -43,12 +43,15 @@ from .parts import (
     unasked,
     warnings_about,
 )
+from .ranks import ALONE, LOST, RankFailed, World
 from .reference import Reference, batch_logp, rule_of
 from .settings import flat, to_yaml
+from .shards import ShardedPolicy
+from .state import check_settings, load, save
 from .stopping import Stop
 from .summary import best_of, memory_metrics, summarise
 from .update import OldLogp, Updater, prepared
-from .view import View, make_view
+from .view import Mute, View, make_view
 
 MAX_STARVED = 5  # steps in a row without a group to learn from, after which the run ends
 EXPECTED = (
@@ -59,23 +62,8 @@ EXPECTED = (
     OSError,
     SafetensorError,
     torch.OutOfMemoryError,
+    RankFailed,
 )  # one line each
-# what may differ when a run is resumed
-FREE = (
-    "steps",
-    "minutes",
-    "output",
-    "device",
-    "log.",
-    "eval.",
-    "checkpoint.",
-    "optim.lr",
-    "optim.schedule",
-    "optim.max_grad_norm",
-    "optim.micro_tokens",
-    "optim.recompute",
-    "rollout.slots",
-)
 
 
 class Failed(Exception):
@@ -86,42 +74,71 @@ class Failed(Exception):
         self.setup = setup
 
 
-def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
-    """Run to the end, or until stopped. Returns the summary; what cannot go on raises Failed, in one line."""
+def train(config: Config, *, resume: bool = False, world: World = ALONE) -> dict[str, Any]:
+    """Run to the end, or until stopped. Returns the summary; what cannot go on raises Failed, in one line.
+
+    Of several ranks (ranks.joined) all call it; the first shows, logs and saves.
+    """
     folder = Path(config.output)
     title = f"{config.algorithm} · {config.model} · {config.task.name} · seed {config.seed}"
-    with make_view(config.log.view, title=title, steps=config.steps) as view, contextlib.ExitStack() as stack:
+    shown = make_view(config.log.view, title=title, steps=config.steps) if world.first else Mute()
+    with shown as view, contextlib.ExitStack() as stack:
         try:
-            trainer, logs = _set_up(config, folder, view, resume, stack)
-        except (ValueError, OSError, checkpoint.CheckpointError) as error:
+            trainer, logs = _set_up(config, folder, view, resume, stack, world)
+        except (ValueError, OSError, checkpoint.CheckpointError, RankFailed) as error:
             raise Failed(str(error), setup=True) from error
         return trainer.run(logs)
 
 
 def _set_up(
-    config: Config, folder: Path, view: View, resume: bool, stack: contextlib.ExitStack
+    config: Config, folder: Path, view: View, resume: bool, stack: contextlib.ExitStack, world: World
 ) -> tuple[Trainer, RunLogs]:
     def warn(text: str) -> None:
         view.message(text, "warning")
 
-    found = None
+    found = world.together(lambda: _find(config, folder, resume, stack, warn) if world.first else None)
+    if world.size > 1 and (where := world.agree(None if found is None else found.folder)) is not None:
+        found = found or checkpoint.read(where, verified=True)
+    trainer = stack.enter_context(Trainer(config, folder, view, found, world))
+    world.last_words = trainer.last_words
+    if not world.first:
+        world.together(lambda: None)
+        return trainer, NoLogs()
+    return trainer, world.together(lambda: _open(config, folder, view, resume, stack, found, warn))
+
+
+def _find(
+    config: Config, folder: Path, resume: bool, stack: contextlib.ExitStack, warn: Callable[[str], None]
+) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from. A folder that cannot be trained in is refused."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output: {folder} is a file; give a folder with --output")
-    if resume:
-        if not (folder / "config.yaml").exists():
-            raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
-        stack.enter_context(locked(folder))
-        found = checkpoint.load(folder / "checkpoints", warn)
-        if found is None and config.checkpoint.keep == 0:
-            raise ValueError(f"nothing to resume in {folder}: with checkpoint.keep 0 no checkpoint is written")
-        if found is None and checkpoint.found(folder / "checkpoints"):
-            raise ValueError(
-                f"no checkpoint in {folder} is whole: nothing to resume from (a new run needs a new --output)"
-            )
-    elif (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
-        raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
-    trainer = stack.enter_context(Trainer(config, folder, view, found))
-    if not resume:  # no mistake up to here: now there may be a folder
+    if not resume:
+        if (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
+            raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
+        return None
+    if not (folder / "config.yaml").exists():
+        raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
+    stack.enter_context(locked(folder))
+    found = checkpoint.load(folder / "checkpoints", warn)
+    if found is None and config.checkpoint.keep == 0:
+        raise ValueError(f"nothing to resume in {folder}: with checkpoint.keep 0 no checkpoint is written")
+    if found is None and checkpoint.found(folder / "checkpoints"):
+        raise ValueError(f"no checkpoint in {folder} is whole: nothing to resume from (a new run needs a new --output)")
+    return found
+
+
+def _open(
+    config: Config,
+    folder: Path,
+    view: View,
+    resume: bool,
+    stack: contextlib.ExitStack,
+    found: checkpoint.Checkpoint | None,
+    warn: Callable[[str], None],
+) -> RunLogs:
+    """The run's folder and what is written into it: no mistake up to here."""
+    if not resume:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(folder))
     elif found is not None:
@@ -133,16 +150,26 @@ def _set_up(
     logs = stack.enter_context(RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn))
     if resume:
         view.history(read_rows(folder / "metrics.jsonl"))
-    return trainer, logs
+    return logs
 
 
 class Trainer:
-    """A run. From a checkpoint, if one is given: its ``model/`` holds the weights, ``trainer/`` the rest."""
+    """A run. From a checkpoint, if one is given: its ``model/`` holds the weights, ``trainer/`` the rest.
 
-    def __init__(self, config: Config, folder: Path, view: View, found: checkpoint.Checkpoint | None = None):
-        self.config, self.folder, self.view = config, folder, view
+    ``policy`` is sampled from, ``learner`` is trained: the same, unless weights are sharded.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        view: View,
+        found: checkpoint.Checkpoint | None = None,
+        world: World = ALONE,
+    ):
+        self.config, self.folder, self.view, self.world = config, folder, view, world
         if found is not None:
-            self._check_settings(found)
+            check_settings(self, found)
         self.algorithm = resolve(config)
         check_rewards(config)
         for text in warnings_about(self.algorithm, config):
@@ -151,7 +178,7 @@ class Trainer:
         self.task: Task = load_task(own.name, config.seed, own.test, own.prompt_key, own.answer_key)
         for text in (*self.task.notes, *unasked(self.task, config)):
             self.view.message(text)
-        sampling, device = config.rollout, pick_device(config.device)
+        sampling, device = config.rollout, world.device or pick_device(config.device)
         # auto depends on the device, on which a resumed run need not be
         self.dtype = pick_dtype(config.dtype if found is None else found.state["dtype"], device)
         weights = config.model if found is None else str(found.model_folder)
@@ -164,20 +191,24 @@ class Trainer:
             peft=config.peft,
         )
         held = rule_of(self.algorithm, config.reference) != "old" and not self.policy.adapted
-        slots = pick_slots(self.policy, config, held)
-        self.engine = make_engine(self.policy, config, slots, self._warn)
+        slots = pick_slots(self.policy, config, held, world=world)
+        self.engine = make_engine(self.policy, config, slots, self._warn, world)
         self.problems = held_out(self.task, config)  # by name
         longest = [check_fit(self.policy, problems, config) for problems in self.problems.values()]
         self.engine.expect(max(check_train(self.policy, self.task, config, self._warn), *longest))
         self.scorer = make_scorer(config, self.task)
-        self.optimizer = make_optimizer(self.policy.parameters(), config.optim)
-        self.reference = Reference(self.policy, rule_of(self.algorithm, config.reference), config.reference)
+        self.learner = ShardedPolicy(self.policy, world) if world.sharded else self.policy
+        self.optimizer = make_optimizer(self.learner.parameters(), config.optim, world)
+        rule = rule_of(self.algorithm, config.reference)
+        self.reference = Reference(self.learner, rule, config.reference, world, self.policy)
         self.collector = Collector(
-            config, self.algorithm, self.policy, self.engine, self.task, self.scorer, self.view.stage
+            config, self.algorithm, self.policy, self.engine, self.task, self.scorer, self.view.stage, world
         )
         resolved = replace(config, rollout=replace(sampling, slots=slots))
-        self.room = make_room(self.policy, resolved, held, self.engine.release, self._warn)
-        self.updater = Updater(config, self.algorithm, self.policy, self.optimizer, folder, self.view.stage, self.room)
+        self.room = make_room(self.policy, resolved, held, self.engine.release, self._warn, world)
+        self.updater = Updater(
+            config, self.algorithm, self.learner, self.optimizer, folder, self.view.stage, self.room, world
+        )
         self.old_logp = OldLogp(config, self.algorithm.loss, self.dtype)
         self.done = 0  # steps
         self.tokens_total = 0
@@ -191,7 +222,9 @@ class Trainer:
         self.stop = Stop()
         self.saving_seconds: float | None = None  # of a checkpoint, until they are logged
         if found is not None:
-            self._load(found)
+            load(self, found)
+            if world.sharded:
+                self.sync()
 
     def _warn(self, text: str) -> None:
         self.view.message(text, "warning")
@@ -209,32 +242,43 @@ class Trainer:
             with self.stop.listening(self._warn):
                 self._loop(logs)
             summary = summarise(self, *self._outcome())
-            write_summary(self.folder, summary)
+            self.world.by_first(lambda: write_summary(self.folder, summary))
         except BaseException as error:
             at_once = isinstance(error, KeyboardInterrupt)
-            message = f"stopped at once; {self._resuming}" if at_once else _text(error)
-            with contextlib.suppress(OSError):  # the disk may be what failed
-                write_summary(self.folder, summarise(self, "stopped" if at_once else "failed", message))
-            if isinstance(error, EXPECTED):
+            gone = self.world.has_lost(error)
+            message = f"stopped at once; {self._resuming}" if at_once else LOST if gone else _text(error)
+            self.last_words(message, "stopped" if at_once else "failed")
+            if gone or isinstance(error, EXPECTED):
                 raise Failed(message) from error
             if at_once:
                 self._warn(message)
             raise
-        if self.config.log.report:
+        if self.config.log.report and self.world.first:
             self._report()
         if summary["message"]:
             self._warn(summary["message"])
         return summary
 
+    def last_words(self, message: str, status: str = "failed") -> None:
+        if self.world.first:
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                write_summary(self.folder, summarise(self, status, message))
+
     def _loop(self, logs: RunLogs) -> None:
         if self.done == 0:
             self._begin(logs)
-        while self.done < self.config.steps and self.stop.by is None and not self._out_of_time:
+        while self.done < self.config.steps and not self._stopped() and not self._out_of_time:
             self.step(self.done + 1, logs)
             if self.starved >= MAX_STARVED:
                 break
-        if self.stop.by is not None and self.done > self.saved:
+        if self._stopped() and self.done > self.saved:
             self.save(logs)
+
+    def _stopped(self) -> bool:
+        """Whether a signal has come to any rank: all stop at the same step."""
+        found = next((by for by in self.world.gather(self.stop.by) if by is not None), None)
+        self.stop.by = found or self.stop.by
+        return found is not None
 
     def _outcome(self) -> tuple[str, str]:
         """The run's status, and what there is to say about it."""
@@ -272,8 +316,8 @@ class Trainer:
             self.starved = 0
             metrics, advantages = self._learn(experience, step)
             row |= metrics
-            self.engine.sync()
-        renewed = self.reference.after_step(step, self.policy, row.get("kl/ref"))
+            self.sync()
+        renewed = self.reference.after_step(step, self.learner, row.get("kl/ref"))
         if self.reference.policy is not None:
             row["reference/updated"] = float(renewed)
         for text in self.updater.messages:
@@ -285,9 +329,9 @@ class Trainer:
         self.done = step
         self.tokens_total += int(row["tokens"])
         row |= {"tokens_total": self.tokens_total}
-        logs.samples(step, experience.samples(self.config.log.samples, advantages))
+        self.world.by_first(lambda: logs.samples(step, experience.samples(self.config.log.samples, advantages)))
 
-        self.spent += time.perf_counter() - begin
+        self.spent = self.world.agree(self.spent + (time.perf_counter() - begin))
         last = step == self.config.steps or self.starved >= MAX_STARVED or self._out_of_time
         due = self.config.eval.every and step % self.config.eval.every == 0
         best = False  # until now, and worth keeping
@@ -302,7 +346,7 @@ class Trainer:
             self.policy.device
         )
         row = {"step": step, **row}
-        logs.metrics(row)
+        self.world.by_first(lambda: logs.metrics(row))
         self.view.step(row)
         if self._hopeless:  # nothing is saved: the last checkpoint is from before the trouble
             raise Failed(
@@ -318,10 +362,10 @@ class Trainer:
         return self.updater.bad_steps >= self.config.optim.max_bad_steps
 
     def _learn(self, experience: Experience, step: int) -> tuple[dict[str, float], list[float]]:
-        policy, anew = self.policy, self.old_logp.recompute
+        policy, world, anew = self.learner, self.world, self.old_logp.recompute
         batch = make_batch(experience.groups, policy.tokenizer.pad_token_id, policy.device)
         self.view.stage("log-probabilities")
-        old_BT = self.room.run(batch, lambda tokens: batch_logp(policy, batch, tokens)) if anew else None
+        old_BT = self.room.run(batch, lambda tokens: batch_logp(policy, batch, tokens, world)) if anew else None
         ref_BT = self.room.run(batch, lambda tokens: self.reference.logp(batch, tokens))
         needs = "ref_logp" in self.algorithm.loss.needs or self.algorithm.advantage.beta > 0
         batch = prepared(batch, old_BT, ref_BT, needs)
@@ -338,20 +382,25 @@ class Trainer:
     def _begin(self, logs: RunLogs) -> None:
         """The row of step 0: where the model begins."""
         row = {"step": 0, **self._evaluate(0, logs)}
-        logs.metrics(row)
+        self.world.by_first(lambda: logs.metrics(row))
         self.view.step(row)
-        write_summary(self.folder, summarise(self, "running", ""))
+        self.world.by_first(lambda: write_summary(self.folder, summarise(self, "running", "")))
 
     def _evaluate(self, step: int, logs: RunLogs) -> dict[str, float]:
-        with averaged_weights(self.optimizer):
-            if self._schedule_free:
-                self.engine.sync()
-            found = evaluate(self.policy, self.engine, self.scorer, self.problems, self.config, watch=self.view.stage)
-        if self._schedule_free:
-            self.engine.sync()
+        with self.averaged():
+            found = evaluate(
+                self.policy,
+                self.engine,
+                self.scorer,
+                self.problems,
+                self.config,
+                watch=self.view.stage,
+                world=self.world,
+            )
         row: dict[str, float] = {}
+        rows = [row for one in found for row in one.samples]
+        self.world.by_first(lambda: logs.samples(step, rows))
         for one in found:
-            logs.samples(step, one.samples)
             self.collector.count(one.failures)
             for text in one.messages:
                 self._warn(f"reward function: {text}")
@@ -377,88 +426,29 @@ class Trainer:
             return
         start = time.perf_counter()
         self.view.stage("saving")
-        tensors = {"optimizer": optimizer_tensors(self.optimizer, self.policy.parameters())}
-        if self._averaging:  # model/ has the average; this is what to go on from
-            tensors["parameters"] = {name: p.detach() for name, p in self.policy.parameters()}
-        if held := self.reference.tensors():
-            tensors["reference"] = held
-        state = {
-            "step": self.done,
-            "tokens_total": self.tokens_total,
-            "starved": self.starved,
-            "bad_steps": self.updater.bad_steps,
-            "cursor": asdict(self.collector.cursor),
-            "reference": self.reference.state(),
-            "room": self.room.state(),
-            "mismatch": self.old_logp.measured,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "evals": self.evals,
-            "spent": self.spent,
-            "started": self.started,
-            "seconds": self.seconds(),
-            "threads": torch.get_num_threads(),
-            "config": flat(self.config),
-        }
-        logs.sync()
-        root = self.folder / "checkpoints"
-        checkpoint.save(root, self.done, self._write_model, tensors, state)
-        keep = self.config.checkpoint
-        checkpoint.prune(root, keep.keep, self._best_step() if keep.best else None, newest=self.done)
-        write_summary(self.folder, summarise(self, "running", ""))
+        save(self, logs)
         self.saved = self.done
         self.saving_seconds = time.perf_counter() - start
 
-    @property
-    def _averaging(self) -> bool:
-        """Whether what is trained is neither in model/ nor, as masters are, in the optimiser's state."""
-        return self._schedule_free and not self.optimizer.all_rounded
+    def sync(self) -> None:
+        """The engine samples from the trained weights, as they are now."""
+        if isinstance(self.learner, ShardedPolicy):
+            self.learner.pour(self.policy)
+        self.engine.sync()
 
-    @property
-    def _schedule_free(self) -> bool:
-        """Whether what is evaluated and shipped is not what is trained."""
-        return isinstance(self.optimizer.optimizer, ScheduleFreeAdamW)
-
-    def _write_model(self, folder: Path) -> None:
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the weights are those to evaluate and to ship. Of schedule-free these are not the trained ones."""
         with averaged_weights(self.optimizer):
-            self.policy.save(folder)
+            if self.schedule_free:
+                self.sync()
+            yield
+        if self.schedule_free:
+            self.sync()
 
-    def _check_settings(self, found: checkpoint.Checkpoint) -> None:
-        """What a run is made of cannot change on the way."""
-        then, now = found.state["config"], json_like(flat(self.config))
-        keys = {key for key in (*then, *now) if not key.startswith(FREE)}
-        if changed := {key for key in keys if then.get(key) != now.get(key)}:
-            names = ", ".join(sorted(changed))
-            raise ValueError(f"cannot resume {self.folder} with other settings than its checkpoint's: {names}")
-        threads = torch.get_num_threads()
-        if found.state["threads"] != threads:
-            text = f"the checkpoint was made with {found.state['threads']} threads, this is {threads}"
-            self._warn(f"{text}: results will differ in the last bits")
-
-    def _load(self, found: checkpoint.Checkpoint) -> None:
-        state = found.state
-        if self._averaging:
-            with torch.no_grad():
-                stored = found.tensors("parameters")
-                for name, p in self.policy.parameters():
-                    p.copy_(stored[name])
-        load_optimizer(self.optimizer, self.policy.parameters(), found.tensors("optimizer"))
-        tensors = found.tensors("reference") if state["reference"]["held"] else {}
-        self.reference.load(state["reference"], tensors)
-        sizes, now = ("optim.micro_tokens", "optim.recompute"), json_like(flat(self.config))
-        if all(state["config"].get(key) == now.get(key) for key in sizes):  # else as it is set now
-            self.room.load(state["room"])
-        self.old_logp.measured = state["mismatch"]
-        self.collector.cursor = Cursor(**state["cursor"])
-        self.updater.bad_steps, self.starved = state["bad_steps"], state["starved"]
-        self.saved = found.step
-        self.spent = state["spent"]
-        self.done, self.tokens_total, self.evals = state["step"], state["tokens_total"], state["evals"]
-        self.started, self.seconds_before = state["started"], state["seconds"]
-
-    def _best_step(self) -> int | None:
-        saved = set(checkpoint.found(self.folder / "checkpoints"))
-        scored = [e for e in self.evals if e["step"] in saved]
-        return int(best_of(scored)["step"]) if scored else None
+    @property
+    def schedule_free(self) -> bool:
+        return isinstance(self.optimizer.optimizer, ScheduleFreeAdamW)
 
     def seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.begin
@@ -478,8 +468,3 @@ def _text(error: BaseException) -> str:
         return "the device is out of memory: lower optim.micro_tokens (training) or rollout.slots (sampling)"
     text = " ".join(str(error).split())
     return text if isinstance(error, (Failed, *EXPECTED)) and text else f"{type(error).__name__}: {text}"
-
-
-def json_like(value: Any) -> Any:
-    """As it comes back from a JSON file."""
-    return json.loads(json.dumps(value))

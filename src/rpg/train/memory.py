@@ -13,6 +13,7 @@ from ..models.adapters import adapted
 from ..policy import Policy
 from .batch import Batch, micro_batches
 from .config import Config
+from .ranks import ALONE, World
 
 Result = TypeVar("Result")
 
@@ -46,8 +47,43 @@ class Memory:
         return int(sum(astuple(self)))
 
 
-def estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, reference: bool, logits: bool) -> Memory:
-    """``reference``: one is held; ``logits``: those of all tokens are, as the head is no part apart."""
+def estimate(
+    model: Any,
+    config: Config,
+    micro_tokens: int,
+    recompute: bool,
+    reference: bool,
+    logits: bool,
+    world: World = ALONE,
+) -> Memory:
+    """``reference``: one is held; ``logits``: those of all tokens are, as the head is no part apart.
+
+    Of a sharded run on one of its devices: a whole copy of the weights, for sampling, and a share of the rest.
+    """
+    whole = _estimate(model, config, micro_tokens, recompute, reference, logits)
+    if not world.sharded:
+        return whole
+    gathered = 3 * _largest_group(model)  # in use, on its way, and its gradient on its way
+    return replace(
+        whole,
+        weights=whole.weights + whole.weights // world.size + gathered,
+        masters=whole.masters // world.size,
+        moments=whole.moments // world.size,
+        gradients=whole.gradients // world.size,
+        reference=whole.reference // world.size,
+    )
+
+
+def _largest_group(model: Any) -> int:
+    """Bytes of what a sharded model has whole at a time: a layer, or the embeddings and the head."""
+    from .shards import layers_of
+
+    layers = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layers_of(model)]
+    rest = sum(p.numel() * p.element_size() for p in model.parameters()) - sum(layers)
+    return int(max([rest, *layers]))
+
+
+def _estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, reference: bool, logits: bool) -> Memory:
     weights = [(p.numel(), p.element_size()) for p in model.parameters()]
     trained = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
     size = weights[0][1]  # of the embedding, and of all that is not an adapter
@@ -79,19 +115,21 @@ def _reference(weights: list[tuple[int, int]], trained: list[tuple[int, int]], a
     return _bytes(copied) + averages
 
 
-def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True) -> int:
+def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True, world: World = ALONE) -> int:
     """As the settings say, else as many as are worth it and fit. ``held``: a copy of the model will be."""
     if config.rollout.slots is not None or policy.device.type != "cuda":
         return config.rollout.slots or CPU_SLOTS
-    return slots_for(policy.model, config, available_bytes(policy.device), held, trained)
+    return min(world.gather(slots_for(policy.model, config, available_bytes(policy.device), held, trained, world)))
 
 
-def slots_for(model: Any, config: Config, available: int, held: bool, trained: bool = True) -> int:
+def slots_for(
+    model: Any, config: Config, available: int, held: bool, trained: bool = True, world: World = ALONE
+) -> int:
     """Half of what weights and, where it is trained, optimiser and gradients leave goes to keys and values, half to
     activations. Where that is room for few, as with long responses, activations get no more than they need."""
     optim = config.optim
     recompute = can_recompute(model) if optim.recompute is None else optim.recompute
-    memory = estimate(model, config, optim.micro_tokens or ENOUGH_TOKENS, recompute, held, logits=False)
+    memory = estimate(model, config, optim.micro_tokens or ENOUGH_TOKENS, recompute, held, logits=False, world=world)
     fixed = memory.total - memory.cache - memory.activations if trained else memory.weights
     each = max(1, memory.cache // (config.rollout.slots or MOST_SLOTS))
     slots = max(0, available - fixed) // 2 // each
@@ -141,7 +179,9 @@ class Shape:
         return kept + 2 * layer + head
 
 
-def choose(model: Any, config: Config, available: int, reference: bool, logits: bool) -> tuple[int, bool]:
+def choose(
+    model: Any, config: Config, available: int, reference: bool, logits: bool, world: World = ALONE
+) -> tuple[int, bool]:
     """Tokens of a micro-batch, and whether activations are recomputed, where ``available`` bytes are there in all.
 
     The largest power of two that fits; where that is below ENOUGH_TOKENS, what fits with recomputation.
@@ -157,7 +197,7 @@ def choose(model: Any, config: Config, available: int, reference: bool, logits: 
         return tokens if tokens >= LEAST_TOKENS else 0
 
     def fits(tokens: int, recompute: bool) -> bool:
-        return estimate(model, config, tokens, recompute, reference, logits).total <= available
+        return estimate(model, config, tokens, recompute, reference, logits, world).total <= available
 
     least = optim.micro_tokens or LEAST_TOKENS
     if optim.recompute is not None or not can_recompute(model):
@@ -184,7 +224,8 @@ class Room:
     """How much is computed at a time: ``tokens`` of a micro-batch, and whether activations are recomputed.
 
     Where the device runs out of memory, what was begun is done again: the first time with what ``release`` frees (the
-    engine's caches), after that with half the tokens, which stays. Neither changes the gradient.
+    engine's caches), after that with half the tokens, which stays. Neither changes the gradient. Where
+    weights are sharded it is an error: the others are in the middle of an operation that this rank has to take part in.
     """
 
     def __init__(
@@ -195,7 +236,9 @@ class Room:
         release: Callable[[], None] | None = None,
         warn: Callable[[str], None] = lambda text: None,
         packs: bool = True,
+        world: World = ALONE,
     ):
+        self.world = world
         self.tokens, self.recompute, self.may_recompute = tokens, recompute, may_recompute
         self.release, self.warn, self.packs = release, warn, packs
         self.released = release is None  # has been tried in this run
@@ -209,6 +252,8 @@ class Room:
     ) -> Result:
         """``work`` with the tokens of a micro-batch, until it fits. ``whole``: it cannot be cut."""
         while True:
+            if self.world.sharded:
+                return work(self.tokens)
             try:
                 return work(self.tokens)
             except torch.OutOfMemoryError:
@@ -252,15 +297,17 @@ def make_room(
     reference: bool = False,
     release: Callable[[], None] | None = None,
     warn: Callable[[str], None] = lambda text: None,
+    world: World = ALONE,
 ) -> Room:
-    """As the settings say; what they leave open is chosen from the GPU's memory."""
-    config = replace(config, rollout=replace(config.rollout, slots=pick_slots(policy, config, reference)))
+    """As the settings say; what they leave open is chosen from the GPU's memory, the smallest of all ranks'."""
+    slots = pick_slots(policy, config, reference, world=world)
+    config = replace(config, rollout=replace(config.rollout, slots=slots))
     optim, able = config.optim, can_recompute(policy.model)
     if optim.recompute and not able:
         raise ValueError(f"optim.recompute: {type(policy.model).__name__} has no layers that can be recomputed")
     if policy.device.type == "cuda":
-        available = available_bytes(policy.device)
-        tokens, recompute = choose(policy.model, config, available, reference, logits=not policy.apart)
+        available = min(world.gather(available_bytes(policy.device)))
+        tokens, recompute = choose(policy.model, config, available, reference, logits=not policy.apart, world=world)
     else:
         tokens, recompute = optim.micro_tokens or CPU_TOKENS, bool(optim.recompute)
-    return Room(tokens, recompute, optim.recompute is None and able, release, warn, policy.packs)
+    return Room(tokens, recompute, optim.recompute is None and able, release, warn, policy.packs, world)

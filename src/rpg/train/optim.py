@@ -15,6 +15,8 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 from .config import OptimConfig
+from .ranks import ALONE, World
+from .shards import cut, is_sharded, like, local
 
 EMBEDDING = re.compile(r"embed|\bw[tp]e\b")
 FLOOR = 0.1  # of the learning rate, at the last step of a schedule
@@ -22,10 +24,12 @@ EPS = 1e-8
 HALF = (torch.bfloat16, torch.float16)
 
 
-def make_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> MixedOptimizer:
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig, world: World = ALONE
+) -> MixedOptimizer:
     """Weight decay on matrices only: not on norms, biases and embeddings."""
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    masters: dict[Tensor, Parameter] = {p: Parameter(p.detach().float()) if p.dtype in HALF else p for _, p in trained}
+    masters: dict[Tensor, Parameter] = {p: _master(p) for _, p in trained}
     groups: dict[bool, list[Parameter]] = {True: [], False: []}
     for name, p in trained:
         groups[p.dim() >= 2 and not EMBEDDING.search(name)].append(masters[p])
@@ -33,10 +37,17 @@ def make_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: Op
     if not made:
         raise ValueError("the model has no parameter that requires a gradient")
     if config.name == "schedule-free":
-        return MixedOptimizer(ScheduleFreeAdamW(made, lr=config.lr, betas=config.betas), masters)
+        return MixedOptimizer(ScheduleFreeAdamW(made, lr=config.lr, betas=config.betas), masters, world)
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in trained)
     adamw = AdamW(made, lr=config.lr, betas=config.betas, eps=EPS, fused=fused, foreach=None if fused else True)
-    return MixedOptimizer(adamw, masters)
+    return MixedOptimizer(adamw, masters, world)
+
+
+def _master(p: Parameter) -> Parameter:
+    """What is stepped: in float32, and of a sharded parameter this rank's part, in its place where it is float32."""
+    if p.dtype in HALF:
+        return Parameter(local(p).detach().float())
+    return Parameter(local(p).detach()) if is_sharded(p) else p
 
 
 class MixedOptimizer:
@@ -44,12 +55,14 @@ class MixedOptimizer:
 
     A parameter of half precision has a float32 master. The moments are the master's, micro-batches' gradients are
     summed at the master, and after a step the parameter, in its place, is the master rounded. (bfloat16 has 8 bits: an
-    update below a 256th of a weight would be lost in it.) Any other parameter is its own master.
+    update below a 256th of a weight would be lost in it.) Any other parameter is its own master. Of sharded parameters
+    each rank steps its part.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: dict[Tensor, Parameter]):
-        self.optimizer, self.masters = optimizer, masters  # by parameter, in the model's order
-        self._rounded = [(p, master) for p, master in masters.items() if p is not master]
+    def __init__(self, optimizer: Optimizer, masters: dict[Tensor, Parameter], world: World = ALONE):
+        self.optimizer, self.masters, self.world = optimizer, masters, world  # by parameter, in the model's order
+        self._apart = [(p, master) for p, master in masters.items() if p is not master]
+        self._rounded = [(local(p), master) for p, master in self._apart if p.dtype in HALF]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -69,14 +82,14 @@ class MixedOptimizer:
         """After a micro-batch: its gradients go into the float32 sums and are dropped."""
         fresh: tuple[list[Tensor], list[Tensor]] = [], []
         known: tuple[list[Tensor], list[Tensor]] = [], []
-        for p, master in self._rounded:
+        for p, master in self._apart:
             if p.grad is None:
                 continue
             sums, grads = fresh if master.grad is None else known
             if master.grad is None:
                 master.grad = torch.empty_like(master)
             sums.append(master.grad)
-            grads.append(p.grad)
+            grads.append(local(p.grad))
             p.grad = None
         if fresh[0]:
             torch._foreach_copy_(*fresh)
@@ -86,7 +99,7 @@ class MixedOptimizer:
     def clip(self, max_norm: float) -> float:
         """clip_gradients of the sums."""
         self.accumulate()
-        return clip_gradients(self.masters.values(), max_norm)
+        return clip_gradients(self.masters.values(), max_norm, self.world)
 
     def step(self) -> None:
         self.accumulate()
@@ -101,7 +114,7 @@ class MixedOptimizer:
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for p, _ in self._rounded:
+        for p, _ in self._apart:
             p.grad = None
 
 
@@ -118,10 +131,13 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     return config.lr * (FLOOR + (1 - FLOOR) * falling[schedule])
 
 
-def clip_gradients(params: Iterable[Parameter], max_norm: float) -> float:
-    """Scale the gradients down to ``max_norm`` and return the norm they had; one that is not finite changes nothing."""
+def clip_gradients(params: Iterable[Parameter], max_norm: float, world: World = ALONE) -> float:
+    """Scale the gradients down to ``max_norm`` and return the norm they had; one that is not finite changes nothing.
+
+    The norm is that of all ranks' parts.
+    """
     params = [p for p in params if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    norm = world.norm(torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]))
     if norm.isfinite():
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return float(norm)
@@ -195,7 +211,7 @@ class ScheduleFreeAdamW(Optimizer):
         """x into each parameter, where ``masters`` are those that are stepped: one at a time, for the memory."""
         beta = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
         for p, master in masters.items():
-            p.copy_(self._average(master, beta[master]))
+            local(p).copy_(self._average(master, beta[master]))
 
 
 @contextlib.contextmanager
@@ -204,7 +220,7 @@ def averaged_weights(optimizer: MixedOptimizer) -> Iterator[None]:
     if not isinstance(optimizer.optimizer, ScheduleFreeAdamW):
         yield
         return
-    params = list(optimizer.masters)
+    params = [local(p) for p in optimizer.masters]
     with torch.no_grad():
         before = [p.clone() for p in params]
         optimizer.optimizer.put_average(optimizer.masters)
@@ -223,13 +239,18 @@ COUNTERS = ("step", "largest_lr", "total_weight")  # of a schedule-free group
 def optimizer_tensors(
     optimizer: MixedOptimizer, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> dict[str, Tensor]:
-    """The whole state by name, ``layer.weight/exp_avg``; not the learning rate: the step decides it. Not copied."""
+    """The whole state by name, ``layer.weight/exp_avg``; not the learning rate: the step decides it. Not copied.
+
+    Of sharded parameters sharded: shards.gathered makes them whole.
+    """
     found: dict[str, Tensor] = {}
     for p, name in _names(optimizer, named_parameters).items():
-        state = optimizer.state_of(p) or {"none": torch.zeros(0)}  # never had a gradient
-        found |= {f"{name}/{key}": torch.as_tensor(value) for key, value in state.items()}
-        if (master := optimizer.masters[p]) is not p:
-            found[f"{name}/master"] = master.detach()
+        if state := optimizer.state_of(p):
+            found |= {f"{name}/{key}": like(torch.as_tensor(value), p) for key, value in state.items()}
+        else:
+            found[f"{name}/none"] = torch.zeros(0)  # never had a gradient
+        if p.dtype in HALF:
+            found[f"{name}/master"] = like(optimizer.masters[p].detach(), p)
     for i, group in enumerate(optimizer.param_groups):
         counters = (key for key in COUNTERS if key in group)
         found |= {f"group/{i}/{key}": torch.tensor(group[key], dtype=torch.float64) for key in counters}
@@ -253,9 +274,10 @@ def load_optimizer(
     for p, name in names.items():
         master = optimizer.masters[p]
         if left.pop(f"{name}/none", None) is None:
-            states[master] = {key: _pop(left, f"{name}/{key}", None if key == "step" else p).clone() for key in keys}
-        if master is not p:
-            stored[master] = _pop(left, f"{name}/master", p)
+            found = {key: _pop(left, f"{name}/{key}", None if key == "step" else p) for key in keys}
+            states[master] = {key: cut(x, p).clone() for key, x in found.items()}
+        if p.dtype in HALF:
+            stored[master] = cut(_pop(left, f"{name}/master", p), p)
     groups = inner.state_dict()["param_groups"]
     for i, group in enumerate(groups):
         counters = {key: _pop(left, f"group/{i}/{key}", None).item() for key in COUNTERS if key in group}

@@ -16,9 +16,11 @@ from torch import Tensor
 from ..algorithms import Algorithm
 from ..models import adapters
 from ..policy import Policy
-from .batch import Batch, micro_batches
+from .batch import Batch, dealt, filler
 from .config import ReferenceConfig
 from .optim import HALF
+from .ranks import ALONE, World
+from .shards import ShardedPolicy, cut, local, swapped_in
 
 AVERAGE = "average/"  # in front of the names of averages in a checkpoint
 
@@ -39,10 +41,18 @@ class Reference:
     Where an adapter is trained, ``policy`` is the trained one, which is scored with the weights in ``adapter`` instead
     of its own, or with its adapter off: a frozen reference of an adapter that began as nothing.
     A moving average of weights in half precision is kept in float32, as its steps are too small for half precision.
+    Where weights are sharded, a copy of them is too: ``whole`` is what it is made from.
     """
 
-    def __init__(self, policy: Policy, rule: str, config: ReferenceConfig):
-        self.rule, self.config = rule, config
+    def __init__(
+        self,
+        policy: Policy,
+        rule: str,
+        config: ReferenceConfig,
+        world: World = ALONE,
+        whole: Policy | None = None,
+    ):
+        self.rule, self.config, self.world = rule, config, world
         self.policy: Policy | None = None
         self.adapter: dict[str, Tensor] | None = None
         self.average_kl = 0.0  # moving average of the KL per token from the reference
@@ -51,6 +61,8 @@ class Reference:
             self.policy = policy
             if rule != "frozen" or not policy.fresh:
                 self.adapter = {name: x.clone() for name, x in adapters.weights(policy.model).items()}
+        elif rule != "old" and world.sharded:
+            self.policy = ShardedPolicy(whole or policy, world, frozen=True)
         elif rule != "old":
             model = copy.deepcopy(policy.model).requires_grad_(False)
             self.policy = Policy(model, policy.tokenizer, policy.temperature)
@@ -62,13 +74,15 @@ class Reference:
         if self.policy is None:
             return None
         with self._adapter():
-            return batch_logp(self.policy, batch, micro_tokens)
+            return batch_logp(self.policy, batch, micro_tokens, self.world)
 
     def _adapter(self) -> AbstractContextManager[None]:
         """Within, the policy is the reference."""
         if self.policy is None or not self.policy.adapted:
             return nullcontext()
         model = self.policy.model
+        if self.adapter is not None and self.world.sharded:
+            return swapped_in(self.policy, self.adapter)
         return adapters.switched_off(model) if self.adapter is None else adapters.swapped_in(model, self.adapter)
 
     @torch.no_grad()
@@ -93,11 +107,12 @@ class Reference:
         return due
 
     def _blend(self, policy: Policy, share: float) -> None:
-        for (name, own), new in zip(self._weights().items(), _weights(policy).values(), strict=True):
+        for (name, held), other in zip(self._weights().items(), _weights(policy).values(), strict=True):
+            own, new = local(held), local(other)
             if share == 1:
                 own.copy_(new)
             elif name in self.averages:
-                own.copy_(self.averages[name].lerp_(new.float(), share))
+                own.copy_(local(self.averages[name]).lerp_(new.float(), share))
             else:
                 own.lerp_(new.to(own.dtype), share)
 
@@ -128,12 +143,19 @@ class Reference:
             return
         own = {name: x for name, x in tensors.items() if not name.startswith(AVERAGE)}
         if self.adapter is None:
-            self.policy.model.load_state_dict(own)
+            if self.world.sharded:
+                _take(self.policy.model.state_dict(), own)
+            else:
+                self.policy.model.load_state_dict(own)
         else:
-            for name, x in self.adapter.items():
-                x.copy_(own[name])
-        for name, x in self.averages.items():
-            x.copy_(tensors[AVERAGE + name])
+            _take(self.adapter, own)
+        _take(self.averages, {name: tensors[AVERAGE + name] for name in self.averages})
+
+
+@torch.no_grad()
+def _take(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, x in places.items():
+        local(x).copy_(cut(values[name], x))
 
 
 def _weights(policy: Policy) -> dict[str, Tensor]:
@@ -148,14 +170,17 @@ def _floating(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def batch_logp(policy: Policy, batch: Batch, micro_tokens: int | None) -> Tensor:
-    """Log-probabilities of a batch's responses under a policy, [B,T]."""
+def batch_logp(policy: Policy, batch: Batch, micro_tokens: int | None, world: World = ALONE) -> Tensor:
+    """Log-probabilities of a batch's responses under a policy, [B,T]. Each rank computes a share of them."""
     out_BT = torch.zeros_like(batch.old_logp_BT)
-    cuts = list(micro_batches(batch, micro_tokens, policy.packs))
-    parts = [batch.rows(index) for index in cuts]
+    cuts = dealt(batch, micro_tokens, policy.packs, world)
+    parts = [filler(batch) if index is None else batch.rows(index) for index in cuts]
     packings = [policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B) for part in parts]
     for i, (index, part) in enumerate(zip(cuts, parts, strict=True)):
         scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, packing=packings[i])
         packings[i] = None
-        out_BT[index, : scored.logp_BT.shape[1]] = scored.logp_BT
+        if index is not None:
+            out_BT[index, : scored.logp_BT.shape[1]] = scored.logp_BT
+    policy.rest()
+    world.add(out_BT)
     return out_BT

@@ -19,11 +19,13 @@ from ..losses import LossOutput, PolicyLoss
 from ..mismatch import SequenceMask
 from ..objective import at_level, k3
 from ..policy import Policy, Scored
-from .batch import Batch, micro_batches
+from .batch import Batch, dealt, filler
 from .config import Config
 from .memory import Room, make_room
 from .optim import MixedOptimizer, learning_rate
 from .randomness import permutation
+from .ranks import ALONE, World
+from .shards import gathered, like
 
 LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # the largest counts; of the others the mean
 NO_MEAN = ("tokens", "sequences")
@@ -67,13 +69,16 @@ class Updater:
         folder: Path,
         watch: Callable[[str], None] = lambda text: None,
         room: Room | None = None,
+        world: World = ALONE,
     ):
         self.config, self.algorithm, self.policy, self.optimizer = config, algorithm, policy, optimizer
         if algorithm.curvature_gate and not policy.linear:
             raise ValueError(f"{algorithm.name} needs a model with a plain linear head, without bias, scale or cap")
         if algorithm.curvature_gate and config.optim.name != "adamw":
             raise ValueError(f"{algorithm.name} needs optim.name=adamw: its gate reads AdamW's second moments")
-        self.folder, self.watch = folder, watch
+        if algorithm.loss.control_variate and world.size > 1:
+            raise ValueError("loss.control_variate needs the whole optimiser step at once: leave torchrun out")
+        self.folder, self.watch, self.world = folder, watch, world
         self.bad_steps = 0
         self.messages: list[str] = []
         self.room = make_room(policy, config, warn=self.messages.append) if room is None else room
@@ -127,7 +132,7 @@ class Updater:
                 number += 1
         if losses:
             metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
-        return metrics | means.result() | {"lr": lr, "skipped": skipped}
+        return self.world.agree(metrics | means.result() | {"lr": lr, "skipped": skipped})
 
     def _gradients(self, batch: Batch, means: Means, first: bool) -> tuple[float, dict[str, float]]:
         """Accumulated over micro-batches; the sum of their losses, and the engine's mismatch where it can be seen.
@@ -143,19 +148,28 @@ class Updater:
         return loss, self._mismatch(batch, logp_BT) if first else {}
 
     def _accumulate(self, batch: Batch, means: Means, tokens: int) -> tuple[float, Tensor]:
-        """Gradients of micro-batches of so many tokens; the sum of their losses, and the policy's logp_BT."""
-        cuts = list(micro_batches(batch, tokens, self.policy.packs))
-        parts = [batch.rows(index) for index in cuts]
-        rule = self._fitted(parts)
+        """Gradients of micro-batches of so many tokens; the sum of their losses, and the policy's logp_BT.
+
+        Of several ranks each computes a share of the micro-batches. Gradients are added when they are shared out again,
+        and the denominator is that of all.
+        """
+        cuts = dealt(batch, tokens, self.policy.packs, self.world)
+        parts = [filler(batch) if index is None else batch.rows(index) for index in cuts]
+        rule = self._fitted(parts, cuts)
         packings = [self._pack(part) for part in parts]  # all before the first pass, as each waits for the device
-        denominator = rule.step_denominator(batch.mask_BT)
+        denominator = float(rule.count(batch.mask_BT))
         logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
-        keep_BT = torch.ones_like(batch.mask_BT) if self.algorithm.curvature_gate else None
+        keep_BT = torch.zeros_like(batch.mask_BT) if self.algorithm.curvature_gate else None
+        scale = None if keep_BT is None else self._curvature()
         losses = []
         for i, (index, part) in enumerate(zip(cuts, parts, strict=True)):
             scored = self._score(part, packings[i])
             packings[i] = None  # what its layers shared goes with the backward pass
-            keep = None if keep_BT is None else self._keep(rule, part, scored, denominator)
+            if index is None:  # another rank has more: take part
+                (scored.logp_BT.sum() * 0).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.accumulate()
+                continue
+            keep = None if keep_BT is None else self._keep(rule, part, scored, denominator, scale)
             out = self._loss(rule, part, scored.logp_BT, scored.entropy_BT, denominator, keep)
             out.loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate()
@@ -164,12 +178,17 @@ class Updater:
             logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT
             if keep_BT is not None and keep is not None:
                 keep_BT[index, :width] = keep
+        self.world.add(logp_BT)
+        if keep_BT is not None:
+            kept_BT = keep_BT.int()
+            self.world.add(kept_BT)
+            keep_BT = kept_BT.bool() | ~batch.mask_BT
         with torch.no_grad():
             metrics = self._loss(rule, batch, logp_BT, entropy_BT, denominator, keep_BT).metrics
             if keep_BT is not None:
                 metrics = metrics | {"clip/gated": (~keep_BT)[batch.mask_BT].float().mean()}
             means.add(metrics)
-        return sum(torch.stack(losses).tolist()), logp_BT
+        return sum(self.world.gather(sum(torch.stack(losses).tolist()) if losses else 0.0)), logp_BT
 
     def _pack(self, part: Batch) -> Packing | None:
         return self.policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B)
@@ -215,21 +234,37 @@ class Updater:
         )
 
     @torch.no_grad()
-    def _fitted(self, parts: list[Batch]) -> PolicyLoss:
+    def _fitted(self, parts: list[Batch], cuts: list[Tensor | None]) -> PolicyLoss:
         """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once."""
         rule = self.algorithm.loss
         if not isinstance(rule.clip, Adaptive):
             return rule
-        ratios = []
-        for part in parts:
+        ratios = [torch.zeros(0, device=parts[0].mask_BT.device)]
+        for part, index in zip(parts, cuts, strict=True):
             logp = self._score(part, None).logp_BT
+            if index is None:
+                continue
             log_w = at_level(logp - part.old_logp_BT, part.mask_BT, rule.level)
             ratios.append(log_w[part.mask_BT] if rule.level == "token" else log_w)
-        log_w = torch.cat(ratios)
+        log_w = self.world.cat(torch.cat(ratios))
         return rule.replace(clip=rule.clip.fit(log_w, torch.ones_like(log_w)))
 
     @torch.no_grad()
-    def _keep(self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float) -> Tensor:
+    def _curvature(self) -> Tensor | None:
+        """1/(√v + ε) of Adam's second moments v of the head, [V,H]; None before the first step."""
+        head = self.policy.head_parameter()
+        state = self.optimizer.state_of(head)
+        second = state.get("exp_avg_sq")
+        if second is None:
+            return None
+        if self.world.sharded:
+            second = gathered({"": like(second, head)}, keep=True)[""].to(second.device)
+        beta = self.config.optim.betas[1]
+        scale: Tensor = 1 / ((second / (1 - beta ** float(state["step"]))).sqrt() + 1e-8)
+        return scale
+
+    @torch.no_grad()
+    def _keep(self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float, scale: Tensor | None) -> Tensor:
         """CAPO: the tokens whose own part of the optimiser step would move the policy little.
 
         Adam's second moments are of the mean loss, so a token's gradient is taken as it enters that mean.
@@ -243,12 +278,6 @@ class Updater:
         share_B = torch.full_like(part.reward_B, 1 / denominator)
         if rule.reduction == "seq-mean-token-mean":
             share_B = share_B / part.mask_BT.sum(-1)
-        state = self.optimizer.state_of(head)
-        second = state.get("exp_avg_sq")
-        scale = None
-        if second is not None:
-            beta = self.config.optim.betas[1]
-            scale = 1 / ((second / (1 - beta ** float(state["step"]))).sqrt() + 1e-8)
         kept_N = curvature_keep(
             hidden_NH @ head.T,
             hidden_NH,
@@ -262,6 +291,8 @@ class Updater:
     def _keep_for_inspection(self, batch: Batch, step: int, number: int, loss: float, norm: float) -> None:
         from safetensors.torch import save_file
 
+        if not self.world.first:
+            return
         folder = self.folder / "bad"
         path = folder / f"step-{step:06d}-{number % self.steps_a_batch}"
         tensors = {name: value.contiguous() for name, value in vars(batch).items() if isinstance(value, Tensor)}

@@ -67,6 +67,12 @@ class View:
         self.close()
 
 
+class Mute(View):
+    """Of a rank that is not the first."""
+
+    def message(self, text: str, style: Style = "info") -> None: ...
+
+
 def _tell(file: IO[str], write: Callable[[], None]) -> bool:
     """False once nobody reads any more (a closed pipe, a terminal that hung up): the run goes on without."""
     if getattr(file, "closed", False):

@@ -1,0 +1,366 @@
+"""A recipe as a script for TRL: the same problems and rewards, every setting in an RPGConfig, an RPGTrainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..algorithms import Algorithm
+from ..train.config import Config
+from ..train.parts import resolve
+from ..train.reference import rule_of
+from .start import Start, check_reference, fresh
+
+GPU_TOKENS = 32768  # in one pass, where the recipe does not say
+VLLM = {  # options of vLLM that TRL passes on
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "max_model_len": "vllm_max_model_length",
+}
+HALF = "torch.cuda.is_available() and torch.cuda.is_bf16_supported()"
+
+
+class Code(str):
+    """Text of the script that is no string in it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Where:
+    """What the recipe does not say."""
+
+    start: Start
+    gpus: int = 1
+    nodes: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.gpus * self.nodes
+
+
+def launch(where: Where) -> str:
+    if where.processes == 1:
+        return "python"
+    nodes = f" --num_machines {where.nodes} --machine_rank $RANK --main_process_ip $HOST" if where.nodes > 1 else ""
+    return f"accelerate launch --num_processes {where.processes}{nodes}"
+
+
+def fields(config: Config, where: Where | None = None) -> dict[str, Any]:
+    """Arguments of RPGConfig; what TRL cannot express is a ValueError that names it."""
+    where = Where(fresh(config)) if where is None else where
+    chosen = resolve(config)
+    _refuse(config, chosen, where)
+    return {
+        **_algorithm(config, chosen),
+        **_batches(config, where),
+        **_rollout(config),
+        **_optim(config),
+        **_around(config),
+    }
+
+
+def _refuse(config: Config, chosen: Algorithm, where: Where) -> None:
+    """What would change the result; the trainer itself refuses what an algorithm needs besides."""
+    rollout, optim, rule = config.rollout, config.optim, rule_of(chosen, config.reference)
+    several = optim.minibatches * optim.epochs > 1
+    vllm = sorted(set(rollout.vllm) - set(VLLM))
+    reasons = {
+        "optim.name=schedule-free": optim.name == "schedule-free" and "give --optim.name adamw",
+        "rollout.end_tokens": rollout.end_tokens and "put them into the model's generation_config.json",
+        "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL computes them anew, or not at all on-policy",
+        f"rollout.vllm.{(vllm or [''])[0]}": rollout.engine == "vllm" and vllm and "leave it out",
+        f"algorithm={chosen.name}": _unfit(chosen),
+        f"reference.update={rule}": rule in ("kl", "ema")
+        and several
+        and "TRL's goes by optimiser steps, of which a batch has several; give --reference.update every",
+    }
+    for name, why in reasons.items():
+        if why:
+            raise ValueError(f"{name} has no counterpart in TRL: {why}")
+    if rule == "frozen" and where.start.adapter and where.start.step:
+        raise ValueError("reference.update=frozen: TRL would take the checkpoint's adapter for the reference")
+    check_reference(where.start, config, rule, "TRL")
+
+
+def _unfit(chosen: Algorithm) -> str | None:
+    if chosen.curvature_gate:
+        return "its gate needs logits and the optimiser's moments"
+    if chosen.advantage.kind == "greedy-baseline":
+        return "its baseline is the reward of a greedy response to each prompt, which TRL does not sample"
+    return None
+
+
+def _algorithm(config: Config, chosen: Algorithm) -> dict[str, Any]:
+    rollout, reference, each = config.rollout, config.reference, _steps_a_batch(config)
+    found: dict[str, Any] = {"algorithm": config.algorithm, "loss": dict(config.loss)}
+    found |= {"reference_update": reference.update, "reference_every": reference.every * each}
+    found |= {"reference_kl": reference.kl, "reference_smoothing": reference.smoothing}
+    found |= {"reference_decay": reference.decay, "dynamic": rollout.dynamic, "overlong": rollout.overlong}
+    return found | {"overlong_tokens": rollout.overlong_tokens}
+
+
+def _steps_a_batch(config: Config) -> int:
+    return config.optim.minibatches * config.optim.epochs
+
+
+def _batches(config: Config, where: Where) -> dict[str, Any]:
+    rollout, optim = config.rollout, config.optim
+    total = rollout.prompts * rollout.samples
+    share, rest = divmod(total, optim.minibatches * where.processes)
+    if rest:
+        raise ValueError(
+            f"rollout.prompts × samples = {total} responses do not divide among optim.minibatches="
+            f"{optim.minibatches} × {where.processes} processes: give other --gpus, --nodes or --optim.minibatches"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    room = max(1, (optim.micro_tokens or GPU_TOKENS) // longest)
+    size = max(n for n in range(1, share + 1) if share % n == 0 and n <= room)
+    return {
+        "num_generations": rollout.samples,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": share // size,
+        "steps_per_generation": optim.minibatches * (share // size),
+        "num_iterations": optim.epochs,
+        "max_steps": where.start.steps_left(config) * _steps_a_batch(config),
+    }
+
+
+def _rollout(config: Config) -> dict[str, Any]:
+    rollout = config.rollout
+    found: dict[str, Any] = {
+        "max_completion_length": rollout.max_new_tokens,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "chat_template_kwargs": dict(config.task.chat_options),
+        "shuffle_dataset": Code("not IN_ORDER"),
+        "use_vllm": rollout.engine == "vllm",
+    }
+    if rollout.engine == "vllm":
+        found |= {VLLM[name]: value for name, value in rollout.vllm.items()}
+    return found
+
+
+def _optim(config: Config) -> dict[str, Any]:
+    optim = config.optim
+    half = {"auto": Code(HALF), "bfloat16": True, "float32": False}[config.dtype]
+    return {
+        "learning_rate": optim.lr,
+        "adam_beta1": optim.betas[0],
+        "adam_beta2": optim.betas[1],
+        "adam_epsilon": 1e-8,
+        "weight_decay": optim.weight_decay,
+        "max_grad_norm": optim.max_grad_norm,
+        "gradient_checkpointing": Code("torch.cuda.is_available()") if optim.recompute is None else optim.recompute,
+        "bf16": half,
+        "model_init_kwargs": {**config.model_options, "dtype": "float32"},
+        "use_cpu": Code("not torch.cuda.is_available()") if config.device == "auto" else config.device == "cpu",
+        "seed": config.seed,
+    }
+
+
+def _around(config: Config) -> dict[str, Any]:
+    log, keep, each = config.log, config.checkpoint, _steps_a_batch(config)
+    found: dict[str, Any] = {
+        "output_dir": Code("str(HERE / 'checkpoints')"),
+        "save_strategy": "steps" if keep.every and keep.keep else "no",
+        "save_steps": (keep.every or 1) * each,
+        "save_total_limit": keep.keep or None,
+        "report_to": [name for name in ("tensorboard", "wandb", "trackio") if getattr(log, name)],
+        "project": log.wandb or log.trackio or "rpg",
+        "run_name": config.output.strip("/").replace("/", "-"),
+        "logging_steps": each,
+    }
+    if not evaluated(config):
+        return found
+    return found | {
+        "eval_strategy": "steps" if config.eval.every else "no",
+        "eval_steps": (config.eval.every or 1) * each,
+        "eval_on_start": True,
+        "num_generations_eval": config.eval.k,
+        "per_device_eval_batch_size": config.eval.k,
+    }
+
+
+def evaluated(config: Config) -> bool:
+    """TRL evaluates with the sampling of training alone."""
+    return (config.eval.temperature, config.eval.top_p) == (config.rollout.temperature, config.rollout.top_p)
+
+
+def left_out(config: Config, where: Where) -> Iterator[str]:
+    """What is not carried over, or is another thing in TRL, though the run is the same without it."""
+    rollout, optim, keep, chosen = config.rollout, config.optim, config.checkpoint, resolve(config)
+    if where.start.step:
+        yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
+    if config.minutes is not None:
+        yield f"minutes={config.minutes:g}: the run ends after its steps"
+    if chosen.dynamic_sampling if rollout.dynamic is None else rollout.dynamic:
+        names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
+        yield f"{names}: groups of equal rewards are dropped, but no others are sampled in their place"
+    yield "the order of the problems of a file: TRL shuffles them itself, by the same seed but otherwise"
+    yield "minibatches: of the same size, but TRL does not keep the responses to a prompt together"
+    if rollout.engine == "native":
+        yield "rollout.engine=native, rollout.slots: model.generate; --rollout.engine vllm is faster"
+    if optim.weight_decay:
+        yield f"optim.weight_decay={optim.weight_decay:g}: TRL's is on embeddings too"
+    if not evaluated(config):
+        how = f"eval.temperature={config.eval.temperature:g}, eval.top_p={config.eval.top_p:g}"
+        yield f"{how}: TRL evaluates as it samples; use rpg eval on the checkpoints"
+    else:
+        yield "evaluation: TRL reports the mean reward; rpg eval on the checkpoints gives mean@k and pass@k"
+    yield f"optim.max_bad_steps={optim.max_bad_steps}, log.view, log.report, log.samples={config.log.samples}"
+    if keep.best and keep.keep:
+        yield "checkpoint.best: TRL keeps the newest"
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+SCRIPT = '''\
+"""{title}
+
+{launch} train.py
+
+Written by rpg export trl.{began} Not carried over:
+{left_out}
+"""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoTokenizer
+
+from rpg.integrations.trl import RPGConfig, RPGTrainer
+from rpg.tasks import ENDLESS, load_task
+from rpg.train.config import Config
+from rpg.train.experience import prompt_parts
+from rpg.train.optim import learning_rate
+from rpg.train.parts import held_out, make_scorer
+from rpg.train.settings import build
+
+HERE = Path(__file__).parent
+RECIPE = build(Config, file=HERE / "recipe.yaml")
+MODEL = {model}
+STEPS_BEFORE, STEPS_A_BATCH = {before}, {each}  # steps of rpg train that are done; optimiser steps on one batch
+OWN = RECIPE.task
+TASK = load_task(OWN.name, RECIPE.seed, OWN.test, OWN.prompt_key, OWN.answer_key)
+IN_ORDER = len(TASK.train) >= ENDLESS  # problems without end come as the task makes them, the next ones first
+TRAIN = TASK.train[{problem} : {problem} + {count}] if IN_ORDER else TASK.train
+SETS = {{"train": TRAIN, **{{f"test/{{name}}": problems for name, problems in held_out(TASK, RECIPE).items()}}}}
+
+
+def rows(name, tokenizer):
+    """The prompts as rpg train puts them; a row names its problem, whose answer may be more than a text."""
+    chat = bool(tokenizer.chat_template) if OWN.chat is None else OWN.chat
+    made = []
+    for i, problem in enumerate(SETS[name]):
+        text, _, system = prompt_parts(problem, RECIPE)
+        messages = [{{"role": "system", "content": system}}] * bool(system) + [{{"role": "user", "content": text}}]
+        if chat:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, **OWN.chat_options
+            )
+        else:
+            ids = tokenizer(text)["input_ids"]
+        if len(ids) <= RECIPE.rollout.max_prompt_tokens:
+            made.append({{"prompt": messages if chat else text, "set": name, "problem": i}})
+    return Dataset.from_list(made)
+
+
+def rewards(scorer):
+    """rpg's scorer as a reward function of TRL."""
+
+    def reward(completions, problem, **columns):
+        problems = [SETS[name][i] for name, i in zip(columns["set"], problem, strict=True)]
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        return scorer.score([(t, p.answer, p.prompt) for t, p in zip(texts, problems, strict=True)]).values
+
+    return reward
+
+
+class Trainer(RPGTrainer):
+    """With the learning rate of rpg train, which the settings below have the peak of."""
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.lr_scheduler is None:
+            done, total = STEPS_BEFORE * STEPS_A_BATCH, RECIPE.steps * STEPS_A_BATCH
+            self.lr_scheduler = LambdaLR(
+                self.optimizer if optimizer is None else optimizer,
+                lambda step: learning_rate(RECIPE.optim, done + step, total) / RECIPE.optim.lr,
+            )
+        return self.lr_scheduler
+
+
+def settings():
+    return RPGConfig(
+{fields}
+    )
+
+
+def main():
+    args = settings()
+    if args.world_size != {processes}:
+        raise SystemExit(f"train.py is for {processes} processes, not {{args.world_size}}: export it with other --gpus")
+    tokenizer = AutoTokenizer.from_pretrained({tokenizer})
+    with make_scorer(RECIPE, TASK) as scorer:
+        trainer = Trainer(
+            {argument},
+            rewards(scorer),
+            args,
+            train_dataset=rows("train", tokenizer),
+            eval_dataset={evaluation},
+            processing_class=tokenizer,{peft}
+        )
+        trainer.train()
+        trainer.save_model(str(HERE / "model-trained"))
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def script(config: Config, where: Where | None = None, title: str = "") -> str:
+    """train.py; recipe.yaml has to lie beside it."""
+    where = Where(fresh(config)) if where is None else where
+    made, start = fields(config, where), where.start
+    model = start.adapter or start.model
+    own = Code('str(HERE / "model")') if model.startswith("$HERE") else model
+    argument = "MODEL"
+    if start.adapter:
+        argument = "AutoPeftModelForCausalLM.from_pretrained(MODEL, is_trainable=True)"
+    peft = ""
+    if config.peft.method is not None and not start.adapter:
+        peft = f"\n            peft_config=make_config({config.peft.method!r}, {config.peft.options!r}),"
+    text = SCRIPT.format(
+        title=title,
+        launch=launch(where),
+        began=f" From the {start.where}." if start.where else "",
+        left_out="\n".join(f"  {line}" for line in left_out(config, where)),
+        model=repr(own),
+        tokenizer="MODEL",
+        before=start.step,
+        each=_steps_a_batch(config),
+        problem=start.problem,
+        count=start.steps_left(config) * config.rollout.prompts,
+        fields="\n".join(f"        {name}={value!r}," for name, value in made.items()),
+        processes=where.processes,
+        argument=argument,
+        evaluation='{name: rows(name, tokenizer) for name in SETS if name != "train"}' if evaluated(config) else None,
+        peft=peft,
+    )
+    if start.adapter:
+        text = text.replace(
+            "from transformers import", "from peft import AutoPeftModelForCausalLM\nfrom transformers import"
+        )
+    if peft:
+        text = text.replace(
+            "from rpg.tasks import", "from rpg.models.adapters import make_config\nfrom rpg.tasks import"
+        )
+    return text

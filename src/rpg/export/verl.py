@@ -1,0 +1,407 @@
+"""A recipe as a command of verl: every setting by name, in the order of the recipe."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..algorithms import Algorithm
+from ..integrations.verl.settings import AGG_MODES, PREFIX, settings
+from ..train.config import Config
+from ..train.parts import resolve
+from ..train.reference import rule_of
+from .data import PLAIN
+from .start import Start, check_reference, fresh
+
+PROGRAM = ("python", "-m", "verl.trainer.main_ppo")
+LOSS = "actor_rollout_ref.actor.policy_loss"
+FOLDER = "$FOLDER"  # of the files that are written, in run.sh
+GPU_TOKENS = 32768  # in one pass of training, where the recipe does not say
+ENDLESS_EPOCHS = 1_000_000  # the steps end the run
+SAFE = re.compile(r"(?!(?:true|false|null|nan|inf|yes|no|on|off)$)[A-Za-z_/.$][\w/.$+-]*", re.IGNORECASE)
+NAME = re.compile(r"rpg:[\w+-]+")
+VLLM = {  # options of vLLM that verl sets itself
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "enforce_eager": "enforce_eager",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+}
+
+
+@dataclass(frozen=True)
+class Where:
+    """What the recipe does not say."""
+
+    start: Start
+    folder: str = FOLDER
+    gpus: int = 8
+    nodes: int = 1
+    context: int | None = None  # tokens the model was made for
+    chat: bool = True  # prompts go through the model's chat template
+    in_order: bool = False  # the problems are written in the task's order
+    tests: Sequence[str] = ("test.parquet",)  # files of the test sets
+
+
+@dataclass(frozen=True)
+class Export:
+    settings: dict[str, Any]
+    left_out: list[str] = field(default_factory=list)  # "setting=value: why", for run.sh
+
+
+def command(config: Config, where: Where | None = None) -> list[str]:
+    """The arguments of verl's program."""
+    return [*PROGRAM, *(f"{name}={text(value)}" for name, value in export(config, where).settings.items())]
+
+
+def export(config: Config, where: Where | None = None) -> Export:
+    """Every setting of verl that the recipe decides; what cannot be expressed is a ValueError that names it."""
+    where = Where(fresh(config)) if where is None else where
+    chosen = resolve(config)
+    rule = rule_of(chosen, config.reference)
+    _refuse(config, chosen)
+    check_reference(where.start, config, rule, "verl")
+    found = {
+        **_data(config, where),
+        **_model(config, where),
+        **_algorithm(config, chosen, rule),
+        **_optim(config, where),
+        **_batches(config, where),
+        **_rollout(config, where),
+        **_reward(config, chosen, where),
+        **_trainer(config, where),
+    }
+    return Export(found, list(left_out(config, chosen, where)))
+
+
+def _refuse(config: Config, chosen: Algorithm) -> None:
+    """What verl has no counterpart for and what would change the result."""
+    optim, rollout = config.optim, config.rollout
+    reasons = {
+        "optim.name=schedule-free": optim.name == "schedule-free" and "give --optim.name adamw",
+        "rollout.end_tokens": rollout.end_tokens and "put them into the model's generation_config.json",
+        f"algorithm={chosen.name}": chosen.advantage.kind == "greedy-baseline"
+        and "its baseline is the reward of a greedy response to each prompt, which the plugin does not get",
+        "peft.method": config.peft.method not in (None, "lora") and f"only lora there; got {config.peft.method}",
+    }
+    for name, why in reasons.items():
+        if why:
+            raise ValueError(f"{name} has no counterpart in verl: {why}")
+    for name in config.model_options:
+        if name != "trust_remote_code":
+            raise ValueError(f"model_options.{name} has no counterpart in verl: give --model a folder that holds it")
+    for name in config.peft.options:
+        if name not in ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"):
+            raise ValueError(f"peft.options.{name} has no counterpart in verl: leave it out")
+    try:
+        settings(chosen.name, _options(config, chosen))
+    except ValueError as error:
+        raise ValueError(f"algorithm={chosen.name} has no counterpart in verl: {error}") from error
+
+
+# ---- section by section ----------------------------------------------------------------------------------------------
+
+
+def _longest_prompt(config: Config, where: Where) -> int:
+    """rpg train refuses a task whose longest prompt and response do not fit into the model: nothing is lost by it."""
+    least = config.rollout.max_prompt_tokens
+    return least if where.context is None else max(1, min(least, where.context - config.rollout.max_new_tokens))
+
+
+def _data(config: Config, where: Where) -> dict[str, Any]:
+    rollout = config.rollout
+    return {
+        "data.train_files": f"{where.folder}/train.parquet",
+        "data.val_files": [f"{where.folder}/{name}" for name in where.tests],
+        "data.train_batch_size": rollout.prompts,
+        "data.max_prompt_length": _longest_prompt(config, where),
+        "data.max_response_length": rollout.max_new_tokens,
+        "data.filter_overlong_prompts": True,
+        "data.shuffle": not where.in_order,
+        "data.seed": config.seed,
+        **({"+data.apply_chat_template_kwargs": config.task.chat_options} if config.task.chat_options else {}),
+    }
+
+
+def _model(config: Config, where: Where) -> dict[str, Any]:
+    start, prefix = where.start, "actor_rollout_ref.model"
+    found: dict[str, Any] = {f"{prefix}.path": start.model}
+    if not where.chat:
+        found[f"{prefix}.custom_chat_template"] = PLAIN
+    if config.model_options.get("trust_remote_code"):
+        found |= {f"{prefix}.trust_remote_code": True, "data.trust_remote_code": True}
+    found[f"{prefix}.enable_gradient_checkpointing"] = config.optim.recompute is not False
+    if config.peft.method is not None:
+        given = config.peft.options
+        found |= {
+            f"{prefix}.lora_rank": given.get("r", 16),
+            f"{prefix}.lora_alpha": given.get("lora_alpha", 32),
+            f"{prefix}.target_modules": given.get("target_modules", "all-linear"),
+            "actor_rollout_ref.rollout.load_format": "safetensors",
+        }
+        if "exclude_modules" in given:
+            found[f"{prefix}.exclude_modules"] = given["exclude_modules"]
+    if start.adapter is not None:
+        found[f"{prefix}.lora_adapter_path"] = start.adapter
+    engine = "actor_rollout_ref.actor.fsdp_config"
+    half = config.dtype != "float32"
+    precision = "bf16" if half else "fp32"
+    for one in (engine, "actor_rollout_ref.ref.fsdp_config"):
+        found[f"{one}.model_dtype"] = "fp32"
+        found[f"+{one}.mixed_precision"] = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        found[f"{one}.dtype"] = "bfloat16" if half else "float32"
+    return found | {
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        f"{engine}.seed": config.seed,
+        "actor_rollout_ref.rollout.dtype": "bfloat16" if half else "float32",
+    }
+
+
+def _options(config: Config, chosen: Algorithm) -> dict[str, Any]:
+    """Of the preset, as the plugin takes them: a recipe's ``loss``, and ``reference`` where it is not the default."""
+    options = dict(config.loss)
+    if chosen.loss.reduction == "constant":
+        options.setdefault("constant", chosen.loss.constant)
+    reference = config.reference
+    if rule_of(chosen, reference) == "old":  # then nobody has to hold a reference
+        if chosen.advantage.beta:  # a KL in the reward is 0: the estimator is the preset's, this is for its check
+            options["advantage"] = chosen.advantage.kind
+        if "ref_logp" in chosen.loss.needs:
+            options["needs"] = [name for name in chosen.loss.needs if name != "ref_logp"]
+    if reference.update != "auto":
+        used = {"every": ("every",), "kl": ("kl", "smoothing"), "ema": ("decay",)}.get(reference.update, ())
+        options["reference"] = {"update": reference.update} | {name: getattr(reference, name) for name in used}
+    return options
+
+
+def _algorithm(config: Config, chosen: Algorithm, rule: str) -> dict[str, Any]:
+    """The preset by name, its options as the plugin takes them (docs/verl.md). verl's own KL in the loss and its
+    entropy are off; the KL in the reward, where the method has one, is verl's."""
+    reduction, options = chosen.loss.reduction, _options(config, chosen)
+    advantage = config.loss.get("advantage", chosen.name)
+    in_reward = chosen.advantage.beta if rule != "old" else 0.0
+    in_loss = rule != "old" and chosen.loss.divergence != "none" and chosen.loss.beta > 0
+    found: dict[str, Any] = {
+        "algorithm.adv_estimator": f"{PREFIX}{advantage}",
+        f"{LOSS}.loss_mode": f"{PREFIX}{chosen.name}",
+        **{f"+{LOSS}.rpg.{name}": value for name, value in _flat(options)},
+        "actor_rollout_ref.actor.loss_agg_mode": AGG_MODES[reduction],
+        **({"actor_rollout_ref.actor.loss_scale_factor": chosen.loss.constant} if reduction == "constant" else {}),
+        "actor_rollout_ref.actor.entropy_coeff": 0,
+        "actor_rollout_ref.actor.use_kl_loss": in_loss,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.0,
+        "algorithm.use_kl_in_reward": in_reward > 0,
+        "algorithm.rollout_correction.bypass_mode": config.rollout.old_logp == "engine",
+    }
+    if in_reward:
+        found |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": in_reward, "algorithm.gamma": 1.0}
+    if dynamic(config, chosen):
+        found |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "signal"}
+    return found
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _optim(config: Config, where: Where) -> dict[str, Any]:
+    optim, prefix = config.optim, "actor_rollout_ref.actor.optim"
+    found: dict[str, Any] = {
+        f"{prefix}.lr": optim.lr,
+        f"{prefix}.betas": list(optim.betas),
+        f"{prefix}.weight_decay": optim.weight_decay,
+        f"{prefix}.clip_grad": optim.max_grad_norm,
+        f"{prefix}.lr_scheduler_type": "constant",
+        f"{prefix}.lr_warmup_steps": 0,
+    }
+    schedule = "linear" if optim.schedule == "auto" else optim.schedule
+    if schedule == "constant" and optim.warmup <= 1:
+        return found
+    each = optim.minibatches * optim.epochs
+    rate = {"schedule": schedule, "warmup": optim.warmup, "total": config.steps * each}
+    return found | {
+        f"{prefix}.optimizer": "ScheduledAdamW",
+        f"{prefix}.optimizer_impl": "rpg.export.optim",
+        f"{prefix}.override_optimizer_config": rate | {"begin": where.start.step * each},
+    }
+
+
+def _batches(config: Config, where: Where) -> dict[str, Any]:
+    rollout, optim = config.rollout, config.optim
+    if rollout.prompts % optim.minibatches:
+        raise ValueError(
+            f"optim.minibatches={optim.minibatches} does not divide rollout.prompts={rollout.prompts}: verl's "
+            "minibatches are of whole prompts"
+        )
+    prompts, ranks = rollout.prompts // optim.minibatches, where.gpus * where.nodes
+    if prompts * rollout.samples % ranks:
+        raise ValueError(
+            f"rollout.prompts × samples / optim.minibatches = {prompts * rollout.samples} responses of an optimiser "
+            f"step do not divide among {ranks} GPUs: give other --gpus, --nodes or --optim.minibatches"
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    prefix = "actor_rollout_ref.actor"
+    return {
+        f"{prefix}.ppo_mini_batch_size": prompts,
+        f"{prefix}.ppo_epochs": optim.epochs,
+        f"{prefix}.shuffle": optim.epochs > 1,
+        f"{prefix}.data_loader_seed": config.seed,
+        f"{prefix}.use_dynamic_bsz": True,
+        f"{prefix}.ppo_max_token_len_per_gpu": max(optim.micro_tokens or GPU_TOKENS, longest),
+    }
+
+
+def _rollout(config: Config, where: Where) -> dict[str, Any]:
+    rollout, evaluation, prefix = config.rollout, config.eval, "actor_rollout_ref.rollout"
+    found: dict[str, Any] = {
+        f"{prefix}.name": "vllm",
+        f"{prefix}.n": rollout.samples,
+        f"{prefix}.temperature": rollout.temperature,
+        f"{prefix}.top_p": rollout.top_p,
+        f"{prefix}.top_k": rollout.top_k or -1,
+        f"{prefix}.seed": config.seed,
+        f"{prefix}.calculate_log_probs": True,
+        f"{prefix}.max_model_len": _longest_prompt(config, where) + rollout.max_new_tokens,
+        f"{prefix}.tensor_model_parallel_size": 1,
+        f"{prefix}.val_kwargs.n": evaluation.k,
+        f"{prefix}.val_kwargs.temperature": evaluation.temperature,
+        f"{prefix}.val_kwargs.top_p": evaluation.top_p,
+        f"{prefix}.val_kwargs.do_sample": evaluation.temperature > 0,
+    }
+    if rollout.slots is not None:
+        found[f"{prefix}.max_num_seqs"] = rollout.slots
+    for name, value in rollout.vllm.items():
+        found[f"{prefix}.{VLLM[name]}" if name in VLLM else f"+{prefix}.engine_kwargs.vllm.{name}"] = value
+    return found
+
+
+def _reward(config: Config, chosen: Algorithm, where: Where) -> dict[str, Any]:
+    rollout = config.rollout
+    found: dict[str, Any] = {
+        "reward.custom_reward_function.path": f"{where.folder}/reward.py",
+        "reward.custom_reward_function.name": "compute_score",
+    }
+    if not overlong(config, chosen):
+        return found
+    if rollout.overlong_tokens >= rollout.max_new_tokens:
+        raise ValueError(
+            f"rollout.overlong_tokens must be below max_new_tokens, {rollout.max_new_tokens}; "
+            f"got {rollout.overlong_tokens} (--rollout.overlong false: no penalty)"
+        )
+    zone = {"enable": True, "len": rollout.overlong_tokens, "penalty_factor": 1.0, "log": False}
+    return found | {
+        "reward.reward_manager.name": "dapo",
+        "+reward.reward_kwargs": {"max_resp_len": rollout.max_new_tokens, "overlong_buffer_cfg": zone},
+    }
+
+
+def _trainer(config: Config, where: Where) -> dict[str, Any]:
+    log, keep, steps = config.log, config.checkpoint, where.start.steps_left(config)
+    loggers = ["console", *(name for name in ("tensorboard", "wandb", "trackio") if getattr(log, name))]
+    return {
+        "trainer.total_training_steps": steps,
+        "trainer.total_epochs": ENDLESS_EPOCHS,
+        "trainer.n_gpus_per_node": where.gpus,
+        "trainer.nnodes": where.nodes,
+        "trainer.val_before_train": True,
+        "trainer.test_freq": config.eval.every or steps,
+        "trainer.save_freq": -1 if keep.keep == 0 else keep.every or steps,
+        "trainer.max_actor_ckpt_to_keep": keep.keep or None,
+        "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+        "trainer.default_local_dir": f"{where.folder}/checkpoints",
+        "trainer.logger": loggers,
+        "trainer.project_name": log.wandb or log.trackio or "rpg",
+        "trainer.experiment_name": config.output.strip("/").replace("/", "-"),
+    }
+
+
+def dynamic(config: Config, chosen: Algorithm) -> bool:
+    return chosen.dynamic_sampling if config.rollout.dynamic is None else config.rollout.dynamic
+
+
+def overlong(config: Config, chosen: Algorithm) -> bool:
+    return chosen.overlong_penalty if config.rollout.overlong is None else config.rollout.overlong
+
+
+def left_out(config: Config, chosen: Algorithm, where: Where) -> Iterator[str]:
+    """What is not carried over, or is another thing in verl, though the run is the same without it."""
+    rollout, optim, keep = config.rollout, config.optim, config.checkpoint
+    if where.start.step:
+        yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
+    if config.minutes is not None:
+        yield f"minutes={config.minutes:g}: verl has no limit of time; the run ends after its steps"
+    if not where.in_order:
+        yield "the order of the problems: verl shuffles them itself, by the same seed but otherwise"
+    if rollout.engine == "native":
+        yield "rollout.engine=native: verl samples with vLLM, in weights of its own"
+    if rollout.old_logp == "auto":
+        yield "rollout.old_logp=auto: computed anew by the trainer, as rpg train does with vLLM"
+    if rollout.slots is None:
+        yield "rollout.slots: verl's own default"
+    if chosen.advantage.beta and rule_of(chosen, config.reference) == "old":
+        yield f"loss.beta={chosen.advantage.beta:g}: the KL in the reward is 0, as its anchor is the sampling policy"
+    if dynamic(config, chosen):
+        names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
+        yield f"{names}: verl samples two prompts for each it dropped, until a batch is full"
+    if optim.weight_decay:
+        yield f"optim.weight_decay={optim.weight_decay:g}: verl's is on every parameter, rpg's on matrices alone"
+    yield f"optim.max_bad_steps={optim.max_bad_steps}: verl skips steps that are not finite without counting them"
+    if keep.best and keep.keep:
+        yield "checkpoint.best: verl keeps the newest"
+    yield f"log.view, log.report, log.samples={config.log.samples}, device: they have no meaning there"
+    yield "minibatches: of the same size, but verl balances lengths and does not keep groups together"
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def text(value: Any) -> str:
+    """A value as hydra reads it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        if SAFE.fullmatch(value) or NAME.fullmatch(value):
+            return value
+        escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
+        return f"'{escaped}'"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{text(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(text, value)) + "]"
+    return repr(value)
+
+
+def run_sh(config: Config, where: Where, title: str) -> str:
+    """The script: its own folder in $FOLDER, one setting a line."""
+    made = export(config, where)
+    said = "".join(f"#   {line}\n" for line in made.left_out)
+    lines = " \\\n  ".join(_quoted(f"{name}={text(value)}") for name, value in made.settings.items())
+    began = f"# From the {where.start.where}.\n" if where.start.where else ""
+    return f"""#!/usr/bin/env bash
+# {title}
+{began}# Written by rpg export verl. Every node needs rpg and verl, and has to see this folder.
+# Not carried over:
+{said}set -euo pipefail
+FOLDER="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
+exec {" ".join(PROGRAM)} \\
+  {lines} \\
+  "$@"
+"""
+
+
+def _quoted(argument: str) -> str:
+    if FOLDER not in argument:
+        return shlex.quote(argument)
+    before = re.sub(r'(["\\`])', r"\\\1", argument)
+    return '"' + re.sub(r"\$(?!FOLDER)", r"\\$", before) + '"'

@@ -1,0 +1,348 @@
+"""RPGTrainer: TRL's GRPOTrainer, with the loss, the advantages, the denominators and the reference of rpg.
+
+TRL generates, scores, splits, distributes and logs. Overridden are ``_compute_loss`` (PolicyLoss), what comes after the
+rewards in ``_generate_and_score_completions`` (Advantage), ``_prepare_inputs`` (which looks ahead over the optimiser
+step, since a loss is divided by what the whole step holds), and what a checkpoint has beside TRL's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger  # type: ignore[import-untyped]
+from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.models import prepare_deepspeed
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, get_config_model_id
+
+from ...advantages import soft_overlong_penalty
+from ...train.reference import rule_of
+from .config import RPGConfig
+from .metrics import StepMeans
+from .reference import Reference
+from .scores import Scores, total_reward
+from .setup import AlgorithmLike, dynamic, messages, overlong, refuse, resolve
+from .window import Window
+
+logger = get_logger(__name__)
+
+# what a batch has beside text, for models that see
+SEEN = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+PROGRESS = "rpg_progress.json"
+
+
+class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer with any method of rpg: a preset's name, an Algorithm or a PolicyLoss. Other arguments are TRL's."""
+
+    _tag_names = ("trl", "rpg")
+    _name = "RPG"
+    _paper = {  # noqa: RUF012
+        "title": "On the Design of KL-Regularized Policy Gradient Algorithms for LLM Reasoning",
+        "id": "2505.17508",
+    }
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: RPGConfig | None = None,
+        *more: Any,
+        algorithm: AlgorithmLike = None,
+        **named: Any,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = RPGConfig(f"{name.split('/')[-1]}-RPG")
+        if not isinstance(args, RPGConfig):
+            raise TypeError(f"args must be an rpg.integrations.trl.RPGConfig; got {type(args).__name__}")
+        self.algorithm = resolve(args, algorithm)
+        refuse(self.algorithm, args, args.use_vllm or named.get("rollout_func") is not None)
+        rule = rule_of(self.algorithm, args.reference)
+        sharded = _sharding(args)
+        if sharded and rule not in ("old", "frozen"):
+            raise ValueError(
+                f"reference_update={rule} with {sharded}: the reference's shards cannot be renewed here; "
+                "take old or frozen, or DDP"
+            )
+        beta = max(self.algorithm.loss.beta, self.algorithm.advantage.beta) if rule != "old" else 0.0
+        args.beta = beta if sharded else 0.0  # a sharded model's reference, which never changes, is left to TRL
+        super().__init__(model, reward_funcs, args, *more, **named)
+        args.beta = 0.0
+        self.beta = beta  # TRL scores the reference where this is not 0
+        self.reference: Reference | None = None
+        if rule != "old" and not sharded:
+            self.reference = Reference(self.model, rule, args.reference, is_peft_model(self.model))
+            self.ref_model = self.reference.prepare(self._prepare_reference)
+        self._dynamic, self._overlong = dynamic(self.algorithm, args), overlong(self.algorithm, args)
+        self._window: Window | None = None
+        self._means = StepMeans(self.accelerator)
+        self._scored: tuple[Tensor, list[int]] | None = None  # rewards of all processes, lengths of this one's
+        self.add_callback(_Steps(self))
+        for text in messages(self.algorithm, args, rule):
+            logger.warning(text)
+
+    def _prepare_reference(self, model: Any) -> Any:
+        """As TRL prepares its own."""
+        if self.args.disable_dropout:
+            disable_dropout_in_model(model)
+        add_fused_lm_head(model, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(model, self.accelerator)
+        return self.accelerator.prepare_model(model, evaluation_mode=True)
+
+    # ---- rewards -> advantages ---------------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        rewards_NF: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._scored = rewards_NF, [len(ids) for ids in completion_ids_list]
+        return rewards_NF
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's batch of this process with the algorithm's advantages; ``rpg_keep``: what is trained on."""
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        rule = self.algorithm.advantage
+        if rule.beta and "old_per_token_logps" not in batch:
+            with torch.no_grad():
+                size = self.args.per_device_train_batch_size
+                batch["old_per_token_logps"] = self._score(self.model, batch, batch_size=size)[0]
+        scores = self._scores()
+        training = bool(self.model.training)
+        token_wise: dict[str, Tensor] = {}
+        if rule.kind == "reward-to-go":
+            token_wise["mask"] = self._of_all(_mask(batch).long()).bool()
+            if rule.beta:
+                old_BT = batch["old_per_token_logps"]
+                token_wise["old_logp"] = self._of_all(old_BT)
+                token_wise["ref_logp"] = self._of_all(batch.get("ref_per_token_logps", old_BT))
+        alone = not training and self.num_generations_eval < 2  # nothing to compare in an evaluation
+        if alone:
+            advantage, keep_N = torch.zeros_like(scores.reward_N), ~scores.reward_N.isnan()
+        else:
+            advantage, keep_N = scores.advantages(rule, self._dynamic and training, **token_wise)
+        own = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
+        self._log_scores(scores, advantage, keep_N)
+        if advantage.dim() == 2:
+            advantage = advantage[:, : batch["completion_ids"].shape[1]]
+        return batch | {
+            "advantages": advantage[own],
+            "rpg_keep": keep_N[own],
+            "rpg_group": scores.group_N[own],
+        }
+
+    def _scores(self) -> Scores:
+        """Of all processes, in the order of prompts."""
+        assert self._scored is not None
+        rewards_NF, lengths = self._scored
+        samples = self.num_generations if self.model.training else self.num_generations_eval
+        normalised = self.multi_objective_aggregation == "normalize_then_sum"
+        reward_N = total_reward(rewards_NF, self.reward_weights, samples, normalised)
+        penalty_N = torch.zeros_like(reward_N)
+        if self._overlong:
+            length_N = self.accelerator.gather(torch.tensor(lengths, device=reward_N.device))
+            limit, zone = self.max_completion_length, self.args.overlong_tokens
+            penalty_N = soft_overlong_penalty(length_N, limit, zone).to(reward_N)
+        group_N = torch.arange(len(reward_N), device=reward_N.device) // samples
+        return Scores(reward_N, penalty_N, group_N)
+
+    def _of_all(self, x_BT: Tensor) -> Tensor:
+        """Rows of all processes, as wide as the widest. No booleans: accelerate makes integers of those it pads."""
+        gathered: Tensor = self.accelerator.gather(self.accelerator.pad_across_processes(x_BT, dim=1))
+        return gathered
+
+    def _log_scores(self, scores: Scores, advantage: Tensor, keep_N: Tensor) -> None:
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        if self._overlong:
+            metrics["reward/overlong"].append(float(scores.penalty_N.mean()))
+        if self._dynamic and self.model.training:
+            metrics["groups/kept"].append(float(len(set(scores.group_N[keep_N].tolist()))))
+            metrics["groups/sampled"].append(float(scores.group_N[-1] + 1))
+        column: deque[float] = self._logs["advantages"]  # of the table of completions, where TRL has put its own
+        for _ in range(min(len(column), len(advantage))):
+            column.pop()
+        column.extend((advantage if advantage.dim() == 1 else advantage[:, 0]).tolist())
+
+    # ---- the optimiser step ------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **named: Any) -> Any:
+        found = super().get_batch_samples(*args, **named)
+        self._window = Window(self._step, found[0])
+        return found
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """In training, all micro-batches of the optimiser step are made when its first is asked for."""
+        if not self.model.training:
+            batch: dict[str, Any] = super()._prepare_inputs(generation_batch)
+            return batch
+        window = self._window
+        if window is None or not window.holds(self._step):
+            window = self._window = Window(self._step, [generation_batch])
+        if not window.micro_batches:
+            for step, batch in window:
+                self._step: int = step  # TRL's count of micro-batches
+                window.micro_batches.append(super()._prepare_inputs(batch))
+            self._step = window.start
+            window.denominator = self._denominator([_trained(batch) for batch in window.micro_batches])
+        return window.micro_batches[self._step - window.start]
+
+    def _denominator(self, masks: list[Tensor]) -> float:
+        """Of the losses whose gradients are added up over micro-batches and averaged over processes; 0: no tokens."""
+        return self.algorithm.loss.step_denominator(*masks)
+
+    def _score(self, model: Any, batch: dict[str, Any], **options: Any) -> tuple[Tensor, Any, Any]:
+        """TRL's log-probabilities of a batch's responses, entropies and router loss."""
+        ids_BL = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        attention_BL = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        seen = {name: batch.get(name) for name in SEEN}
+        length = batch["completion_ids"].shape[1]
+        scored: tuple[Tensor, Any, Any] = self._get_per_token_logps_and_entropies(
+            model, ids_BL, attention_BL, length, **options, **seen
+        )
+        return scored
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        training, rule = bool(self.model.training), self.algorithm.loss
+        logp_BT, entropy_BT, aux_loss = self._score(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        mask_BT = _trained(inputs)
+        old_BT = inputs.get("old_per_token_logps")
+        old_BT = logp_BT.detach() if old_BT is None else old_BT
+        ref_BT = inputs.get("ref_per_token_logps")
+        if ref_BT is None and "ref_logp" in rule.needs:  # the reference is the sampling policy
+            ref_BT = old_BT
+        rollout_BT = inputs.get("sampling_per_token_logps")
+        if rollout_BT is not None:  # nan where vLLM had none: taken for the trainer's
+            rollout_BT = torch.where(rollout_BT.isnan(), old_BT.to(rollout_BT.dtype), rollout_BT)
+        if training:
+            assert self._window is not None
+            denominator = self._window.denominator
+        else:
+            denominator = self._denominator([mask_BT])
+        out = rule(
+            logp_BT,
+            old_BT,
+            inputs["advantages"],
+            mask_BT,
+            ref_logp=ref_BT,
+            rollout_logp=rollout_BT,
+            denominator=denominator or 1.0,
+            entropy=entropy_BT,
+            groups=inputs["rpg_group"],
+        )
+        loss = out.loss
+        metrics = self._metrics["train" if training else "eval"]
+        if self.aux_loss_enabled:
+            parts = self.current_gradient_accumulation_steps if training else 1
+            loss = loss + self.router_aux_loss_coef * aux_loss / parts
+            metrics["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
+        self._means.add(out.metrics)
+        if not training:
+            self._log(self._means.take(), "eval")
+        return loss
+
+    def _log(self, values: dict[str, float], mode: str) -> None:
+        for name, value in values.items():
+            self._metrics[mode][name].append(value)
+
+    def _before_optimizer(self) -> None:
+        """A step on nothing would still move weights, by momentum and decay; without gradients it does not."""
+        if self._window is not None and not self._window.denominator and not self.aux_loss_enabled:
+            logger.warning(f"step {self.state.global_step + 1}: no group had unequal rewards; nothing learnt")
+            if not self.is_deepspeed_enabled:
+                self.model.zero_grad(set_to_none=True)
+
+    def _after_optimizer(self) -> None:
+        found = self._means.take()
+        if self.reference is not None:
+            cycle = self.args.steps_per_generation * self.num_iterations
+            renewed = self.reference.after_step(self.state.global_step, found.get("kl/ref"), self._step % cycle == 0)
+            found |= {"reference/updated": float(renewed), "reference/renewals": float(self.reference.renewals)}
+        self._log(found, "train")
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """What is rpg's comes first: a folder that TRL has finished is whole."""
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if not self.args.save_only_model:
+            folder.mkdir(parents=True, exist_ok=True)
+            cycle = self.args.steps_per_generation * self.num_iterations
+            if self._step % cycle:  # responses that optimiser steps are still to be made on
+                torch.save(self._buffered_inputs, folder / self._rollouts_name())
+            if self.args.should_save:
+                state = {"micro_steps": self._step, "processes": self.accelerator.num_processes}
+                (folder / PROGRESS).write_text(json.dumps(state), encoding="utf-8")
+                if self.reference is not None:
+                    self.reference.save(folder)
+        super()._save_checkpoint(model, trial)
+
+    def _rollouts_name(self) -> str:
+        return f"rpg_rollouts_{self.accelerator.process_index}.pt"
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if self.reference is not None:
+            self.reference.load(folder)
+            self.ref_model = self.ref_model if self.reference.copy is not None else self.reference.scorer
+        if not (folder / PROGRESS).exists() or self.args.ignore_data_skip:
+            return
+        state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        rollouts = folder / self._rollouts_name()
+        if state["processes"] == self.accelerator.num_processes:
+            self._step = state["micro_steps"]
+            if rollouts.exists():
+                self._buffered_inputs = torch.load(rollouts, map_location=self.accelerator.device, weights_only=True)
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """Tells the trainer when an optimiser step begins and ends."""
+
+    def __init__(self, trainer: RPGTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.trainer._before_optimizer()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.trainer._after_optimizer()
+
+
+def _mask(batch: dict[str, Any]) -> Tensor:
+    """[B,T]: the tokens that the policy sampled."""
+    mask_BT: Tensor = batch["completion_mask"].bool()
+    return mask_BT if batch.get("tool_mask") is None else mask_BT & batch["tool_mask"].bool()
+
+
+def _trained(batch: dict[str, Any]) -> Tensor:
+    """[B,T]: those of them that are trained on."""
+    keep_B: Tensor = batch["rpg_keep"]
+    return _mask(batch) & keep_B.unsqueeze(-1)
+
+
+def _sharding(args: RPGConfig) -> str | None:
+    """What cuts the model's weights into pieces, if anything does."""
+    if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
+        return "DeepSpeed ZeRO-3"
+    return "FSDP" if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else None

@@ -1,0 +1,249 @@
+"""The KL's anchor renewed inside verl, every K updates or when the KL to it passes a target, as in ``rpg train``.
+
+verl's reference stays what it was at the start, and verl calls nobody after an update. But actor and reference live in
+one worker and are sharded alike. So the worker's ``update_actor`` is followed here by a copy from shard to shard, with
+nothing gathered, and its checkpoints get a file more. None of this is installed unless the settings ask for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...train.config import ReferenceConfig
+from .losses import METRICS, settings_of
+from .settings import ACTOR, OPTIONS, Settings
+
+logger = logging.getLogger("rpg.integrations.verl")
+logger.setLevel(logging.INFO)
+
+RULES = ("every", "kl")
+WORKERS = "verl.workers.engine_workers"
+UPDATED, KL = METRICS + "reference_updated", METRICS + "kl/ref"
+SHARDED = ("fsdp", "fsdp2")
+
+
+class Renewal:
+    """When the reference is renewed. ``updates``: calls of update_actor, one a step of verl's."""
+
+    def __init__(self, rule: str, config: ReferenceConfig):
+        self.rule, self.config = rule, config
+        self.updates = self.renewals = 0
+        self.average_kl = 0.0  # moving average of the KL per token from the reference
+
+    def due(self, kl: float | None) -> bool:
+        """After an update in which the KL per token, actor from reference, was ``kl``."""
+        self.updates += 1
+        if self.rule == "every":
+            due = self.updates % int(self.config.every) == 0
+        else:
+            past = self.config.smoothing
+            if kl is not None:
+                self.average_kl = past * self.average_kl + (1 - past) * kl
+            due = self.average_kl > self.config.kl
+        if due:
+            self.renewals += 1
+            self.average_kl = 0.0
+        return due
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.updates, "renewals": self.renewals, "average_kl": self.average_kl}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.updates, self.renewals, self.average_kl = state["updates"], state["renewals"], state["average_kl"]
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def copy_shards(source: nn.Module, target: nn.Module) -> None:
+    """Every rank's own part of the weights, between two models sharded alike; devices and dtypes may differ."""
+    theirs, own = shards(source), shards(target)
+    if theirs.keys() != own.keys() or any(theirs[name].shape != own[name].shape for name in own):
+        raise ValueError(
+            "actor and reference are sharded differently, so that one cannot be copied into the other: give "
+            "actor_rollout_ref.ref the strategy and the fsdp_config (fsdp_size, wrap_policy) of actor_rollout_ref.actor"
+        )
+    for name, shard in own.items():
+        shard.copy_(theirs[name])
+
+
+def shards(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of parameters and buffers, in the memory that the model computes with."""
+    _reshard(model)
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: _local(x.detach()) for name, x in named if x.is_floating_point()}
+
+
+def _local(x: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _reshard(model: nn.Module) -> None:
+    """After a forward pass the root may still hold whole weights: copies, which are thrown away."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        elif isinstance(module, FullyShardedDataParallel) and (handle := _ran(module)) is not None:
+            handle.reshard(True)
+
+
+def _ran(module: Any) -> Any:
+    """What holds the weights of a module of FSDP1, once it has seen a forward pass."""
+    handle = module._handle
+    return handle if handle is not None and hasattr(handle.flat_param, "_local_shard") else None
+
+
+# ---- verl's worker ---------------------------------------------------------------------------------------------------
+
+
+def install(chosen: Settings) -> None:
+    """Wrap three methods of verl's worker, once in a process, if ``chosen`` has a reference that is renewed."""
+    workers = sys.modules.get(WORKERS)  # a process that has not imported it has no worker
+    if chosen.anchor not in RULES or workers is None:
+        return
+    worker = workers.ActorRolloutRefWorker
+    for name, after in AFTER.items():
+        theirs = getattr(worker, name)
+        if not hasattr(theirs, "rpg_reference"):
+            setattr(worker, name, _followed_by(after, theirs))
+
+
+def _followed_by(after: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)  # with the attribute by which verl dispatches
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = theirs(self, *args, **kwargs)
+        renewal = renewal_of(self)
+        return output if renewal is None else after(self, renewal, output, *args, **kwargs)
+
+    method.rpg_reference = True  # type: ignore[attr-defined]
+    return method
+
+
+def renewal_of(worker: Any) -> Renewal | None:
+    """The worker's own, None where its settings ask for none. A worker that could not obey is refused."""
+    if "_rpg_renewal" not in vars(worker):
+        chosen = settings_of(worker.config.actor)
+        wanted = worker._is_actor and chosen.anchor in RULES
+        if wanted:
+            _check_worker(worker)
+        worker._rpg_renewal = Renewal(chosen.anchor, chosen.reference) if wanted else None
+    found: Renewal | None = worker._rpg_renewal
+    return found
+
+
+def _check_worker(worker: Any) -> None:
+    check(worker.config)
+    if worker.ref is None:
+        raise ValueError(
+            f"{OPTIONS}.reference.update needs actor and reference in one worker: "
+            "actor_rollout_ref.hybrid_engine=True, or reference.update=frozen"
+        )
+
+
+def check(actor_rollout_ref: Any) -> None:
+    """verl's settings of that name, before any model is loaded: a reference that cannot be renewed is refused."""
+    model, strategy = actor_rollout_ref.model, actor_rollout_ref.actor.strategy
+    ranks = (model.get("lora_rank", 0), (model.get("lora", None) or {}).get("rank", 0))
+    if any(rank > 0 for rank in ranks) or model.get("lora_adapter_path", None) is not None:
+        raise ValueError(
+            f"{OPTIONS}.reference.update: with LoRA verl's reference is the model without its adapter, which cannot be "
+            "renewed: set it to frozen, or train all weights (actor_rollout_ref.model.lora_rank=0)"
+        )
+    if strategy not in SHARDED:
+        raise ValueError(
+            f"{OPTIONS}.reference.update is for {ACTOR}.strategy={' or '.join(SHARDED)}; got {strategy}: "
+            "set reference.update=frozen"
+        )
+
+
+def _after_update(worker: Any, renewal: Renewal, output: Any, *_: Any, **__: Any) -> Any:
+    due = renewal.due(_agreed(_kl(output)))
+    if due:
+        copy_shards(worker.actor.engine.module, worker.ref.engine.module)
+        if worker.rank == 0:
+            logger.info("rpg: reference renewed after update %d (renewal %d)", renewal.updates, renewal.renewals)
+    if output is not None:
+        output["metrics"][UPDATED] = [float(due)]
+    return output
+
+
+def _kl(output: Any) -> float | None:
+    """The update's mean KL per token; ranks that hold no metrics have none."""
+    found = None if output is None else output["metrics"].get(KL)
+    return None if found is None else sum(found) / len(found)
+
+
+def _agreed(kl: float | None) -> float | None:
+    """The same on every rank: those that have a number have the same one."""
+    gathered: list[float | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, kl)
+    return next((x for x in gathered if x is not None), None)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _after_save(worker: Any, renewal: Renewal, output: Any, local_path: str, *_: Any, **__: Any) -> Any:
+    """A reference that was never renewed is model.path: only the count is written."""
+    weights = shards(worker.ref.engine.module) if renewal.renewals else {}
+    saved = {"state": renewal.state(), "weights": {name: x.cpu() for name, x in weights.items()}}
+    path = _path(local_path)
+    os.makedirs(local_path, exist_ok=True)
+    torch.save(saved, path + ".part")
+    os.replace(path + ".part", path)
+    return output
+
+
+def _after_load(worker: Any, renewal: Renewal, output: Any, local_path: str | None, *args: Any, **kwargs: Any) -> Any:
+    if local_path is None:
+        return output
+    from verl.utils.fs import copy_to_local
+
+    path = _path(local_path)
+    there = copy_to_local(path) if "://" in path else path
+    if not os.path.exists(there):
+        step = re.search(r"global_step_(\d+)", local_path)
+        renewal.updates = int(step[1]) if step else 0
+        logger.warning("rpg: %s has no reference: it is model.path again until it is renewed", local_path)
+        return output
+    saved = torch.load(there, weights_only=True, map_location="cpu")
+    renewal.load(saved["state"])
+    if saved["weights"]:
+        _put(saved["weights"], worker.ref.engine.module)
+    if worker.rank == 0:
+        state = renewal.state()
+        logger.info("rpg: reference restored: renewal %d, after update %d", state["renewals"], state["updates"])
+    return output
+
+
+@torch.no_grad()
+def _put(weights: dict[str, Tensor], model: nn.Module) -> None:
+    for name, shard in shards(model).items():
+        shard.copy_(weights[name])
+
+
+def _path(folder: str) -> str:
+    """Beside verl's model_world_size_1_rank_0.pt."""
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return os.path.join(folder, f"rpg_reference_world_size_{ranks}_rank_{rank}.pt")
+
+
+AFTER: dict[str, Callable[..., Any]] = {
+    "update_actor": _after_update,
+    "save_checkpoint": _after_save,
+    "load_checkpoint": _after_load,
+}

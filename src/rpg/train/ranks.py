@@ -1,0 +1,258 @@
+"""The processes of a run: one, or those that torchrun has started on this machine, a GPU each.
+
+Every rank knows everything (groups, batch, metrics, cursor) and works on its share of it. Work that a rank does by
+itself goes through ``together``: what fails on one rank fails on all. What fails elsewhere, between two collective
+operations, is noticed by a thread of every other rank, which ends it: nobody waits for a rank that is gone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+
+FAILED, TOLD = "rpg/failed", "rpg/told"  # keys of the store
+PATIENCE = datetime.timedelta(hours=24)  # for a rank that is slower; one that is gone is noticed otherwise
+LOST = "another process of the run is gone: killed, perhaps for its memory"
+POLL, GRACE = 0.3, 1.0  # seconds between two looks at the store; for a rank to fail by itself
+
+
+class RankFailed(Exception):
+    """Another rank cannot go on; its text is one line."""
+
+
+class World:
+    """This process among those of the run. ``sharded``: weights are spread over the ranks (shards.py)."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        sharded: bool = False,
+        host: Any = None,
+        store: Any = None,
+    ):
+        self.rank, self.size, self.device, self.sharded = rank, size, device, sharded
+        self._host, self._store = host, store
+        self._over = threading.Event()
+        self.last_words: Callable[[str], None] = lambda text: None  # before this process is ended by its watcher
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that shows, logs and saves."""
+        return self.rank == 0
+
+    # ---- objects, on the host ----------------------------------------------------------------------------------------
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._host)
+        return found
+
+    def agree(self, value: T) -> T:
+        """The first rank's."""
+        if self.size == 1:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, src=0, group=self._host)
+        return found[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Work without collective operations. Where it raises on one rank, it raises on all."""
+        if self.size == 1:
+            return work()
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        texts = self.gather(None if error is None else one_line(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RankFailed(text if rank == 0 else f"rank {rank}: {text}")
+        return result  # type: ignore[return-value]
+
+    def by_first(self, work: Callable[[], object]) -> None:
+        """Done by the first rank, while the others wait."""
+        self.together(lambda: work() if self.first else None)
+
+    # ---- tensors, on the device --------------------------------------------------------------------------------------
+
+    def add(self, *tensors: Tensor) -> None:
+        """In place: the sums over all ranks."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def cat(self, tensor: Tensor) -> Tensor:
+        """Everybody's, one after the other."""
+        return tensor if self.size == 1 else torch.cat([x.to(tensor.device) for x in self.gather(tensor.cpu())])
+
+    def norm(self, norm: Tensor) -> Tensor:
+        """Of all shards, from that of one's own: the same bits on every rank."""
+        if self.size == 1:
+            return norm
+        return torch.tensor(math.hypot(*self.gather(float(norm))), dtype=norm.dtype, device=norm.device)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def failed(self, message: str, code: int) -> int:
+        """Tell the user, once, and end all ranks. Alone: gives the code."""
+        if self.size == 1:
+            print(f"rpg train: {message}", file=sys.stderr)
+            return code
+        self._over.set()  # no second message from the watcher
+        if self.first:
+            print(f"rpg train: {message}", file=sys.stderr, flush=True)
+        self._publish(message, code)
+        return _leave(code)
+
+    def _publish(self, message: str, code: int) -> None:
+        """To the other ranks. The first tells the user: wait for it, as torchrun ends all once one is gone."""
+        try:
+            if self.first:
+                self._store.set(TOLD, "1")
+            self._store.compare_set(FAILED, "", json.dumps({"rank": self.rank, "message": message, "code": code}))
+            if not self.first:
+                self._store.wait([TOLD], datetime.timedelta(seconds=20))
+        except RuntimeError:  # torchrun, which holds the store, is gone, or the first rank is
+            pass
+
+    def has_lost(self, error: BaseException) -> bool:
+        """Whether an operation failed because another rank has gone without a word."""
+        return self.size > 1 and isinstance(error, RuntimeError) and "by peer" in str(error)
+
+    def watch(self) -> None:
+        """From here on, end when another rank has failed."""
+        if self.size > 1:
+            threading.Thread(target=self._watch, args=(self._store.clone(),), daemon=True).start()
+
+    def _watch(self, store: Any) -> None:
+        while not self._over.wait(POLL):
+            try:
+                if not store.check([FAILED]):
+                    continue
+                about = json.loads(store.get(FAILED))
+            except RuntimeError:  # the store is gone, and torchrun with it
+                return
+            if self._over.wait(GRACE):
+                return
+            if self.first:
+                text = about["message"] if about["rank"] == 0 else f"rank {about['rank']}: {about['message']}"
+                self.last_words(text)
+                print(f"rpg train: {text}", file=sys.stderr, flush=True)
+                store.set(TOLD, "1")
+            _leave(about["code"])
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        self._over.set()
+        if self._store is None:
+            return
+        if error is None:
+            dist.destroy_process_group()
+        elif self.size > 1:
+            at_once = isinstance(error, KeyboardInterrupt)
+            if not at_once:
+                sys.excepthook(type(error), error, error.__traceback__)
+            self._publish(one_line(error), 1)
+            _leave(130 if at_once else 1)
+
+
+def _leave(code: int) -> int:
+    """At once: threads of collective operations may never end. (It does not return.)"""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+ALONE = World()
+
+
+# ---- torchrun --------------------------------------------------------------------------------------------------------
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+@contextmanager
+def joined(device: str) -> Iterator[World]:
+    """The world that torchrun has made; without it, or with one process, alone. RPG_FSDP=1 shards even then."""
+    if not launched() or (os.environ["WORLD_SIZE"] == "1" and os.environ.get("RPG_FSDP") != "1"):
+        yield ALONE
+        return
+    here, size, local = (int(os.environ[name]) for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if size != local:
+        raise ValueError(f"rpg train runs on one machine, not on {size // local}: docs/engines.md says what does")
+    chosen = own_device(device, here, local)
+    with join(chosen, "nccl" if chosen.type == "cuda" else "gloo") as world:
+        yield world
+
+
+def own_device(name: str, here: int, local: int) -> torch.device:
+    """A GPU for each process, in order."""
+    if name != "auto" and torch.device(name).index is not None:
+        raise ValueError(f"device={name} with several processes: give cuda, or leave it out; each takes its own")
+    kind = torch.device(name).type if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise ValueError(f"device={name} with several processes: cuda or cpu")
+    if (there := torch.cuda.device_count()) < local:
+        raise ValueError(f"{local} processes and {there} GPUs: torchrun --nproc-per-node {max(1, there)}")
+    return torch.device("cuda", here)
+
+
+def join(device: torch.device, backend: str) -> World:
+    """Meet the others where the environment says."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store, rank, size = next(rendezvous("env://"))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    host = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=PATIENCE)
+    world = World(rank, size, device, sharded=True, host=host, store=store)
+    world.watch()
+    return world
+
+
+# ---- shares ----------------------------------------------------------------------------------------------------------
+
+
+def deal(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Which prompts each rank samples, by number. A prompt that comes again goes where it went first: the engine tells
+    its samples apart by counting them."""
+    hands: list[list[int]] = [[] for _ in range(size)]
+    seen: dict[tuple[int, ...], int] = {}
+    for i, prompt in enumerate(prompts):
+        hands[seen.setdefault(tuple(prompt), len(seen)) % size].append(i)
+    return hands
+
+
+def one_line(error: BaseException) -> str:
+    """Of what users can mend, the text alone; else with the error's name."""
+    text = " ".join(str(error).split())
+    named = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("rpg.")
+    return text if named and text else f"{type(error).__name__}: {text}"

@@ -1,0 +1,55 @@
+"""The same batch through `rpg train` and through verl's engine with the plugin: the same loss, the same gradients."""
+
+import pytest
+
+import rpg
+from engine_verl.verl_engine import Job, needs_verl
+from integrations.equivalence import Case, same, through_rpg_train
+
+pytestmark = needs_verl
+
+CASES = [Case(name) for name in rpg.algorithms() if name != "capo"]
+CASES += [
+    Case("rpg-reinforce-urkl", {"beta": 0.1, "high": 0.1}),
+    Case("rpg-reinforce-urkl", {"mismatch": "tis"}),
+    Case("gspo", {"mismatch": "mis"}),
+    Case("rpg-reinforce-rkl", {"beta": 0.1}, reference="frozen"),
+    Case("rpg-ufkl", {"beta": 0.1}, reference="every"),
+    Case("dr-grpo", {"constant": 7.0}),
+    Case("rloo", {"reduction": "token-mean"}),
+]
+SHAPES = [(1, 1), (2, 4)]  # processes, micro-batches of each
+
+
+def label(case):
+    return "-".join([case.name, *map(str, case.options), *({case.reference} - {"auto"})])
+
+
+@pytest.fixture(scope="module")
+def through_verl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verl")
+    runs = {ranks: [(i, a) for i in range(len(CASES)) for r, a in SHAPES if r == ranks] for ranks in (1, 2)}
+    jobs = {ranks: Job(folder, [(CASES[i], a) for i, a in runs[ranks]], ranks) for ranks in (1, 2)}
+    return {
+        (i, ranks, a): result
+        for ranks, job in jobs.items()
+        for (i, a), result in zip(runs[ranks], job.results(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("i", range(len(CASES)), ids=map(label, CASES))
+def test_verl_and_rpg_train_agree(through_verl, i):
+    expected = through_rpg_train(CASES[i])
+    for ranks, accumulation in SHAPES:
+        same(through_verl[i, ranks, accumulation][:2], expected)
+
+
+def test_metrics_are_the_mini_batchs_however_it_was_cut(through_verl):
+    i = next(i for i, case in enumerate(CASES) if case.name == "grpo")
+    whole = through_verl[i, 1, 1][2]
+    for name in ("kl/old", "kl/ref", "clip/high", "ratio/max", "entropy_sampled"):
+        for ranks, accumulation in SHAPES:
+            assert through_verl[i, ranks, accumulation][2][f"actor/rpg/{name}"] == pytest.approx(
+                whole[f"actor/rpg/{name}"], rel=1e-5
+            ), name
+    assert whole["actor/rpg/kl/ref"] > 0

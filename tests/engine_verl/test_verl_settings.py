@@ -1,0 +1,51 @@
+"""A preset as verl's settings name it. Does without verl."""
+
+import re
+
+import pytest
+
+import rpg
+from rpg.integrations.verl import settings
+from rpg.integrations.verl.settings import ACTOR, names, wanted
+
+
+def test_options_are_those_of_a_recipe():
+    chosen = settings(
+        "rpg:rpg-reinforce-urkl", {"beta": 1e-3, "high": 0.3, "reference": {"update": "every", "every": 5}}
+    )
+    assert chosen.algorithm.loss.beta == 1e-3
+    assert chosen.algorithm.loss.clip.high == 0.3
+    assert (chosen.anchor, chosen.reference.every, chosen.needs_reference) == ("every", 5, True)
+    assert settings("dapo", {"mismatch": "tis"}).needs_sampler
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("capo", {}, "capo cannot run inside verl: its gate reads logits and the optimiser's moments"),
+        ("dapo", {"control_variate": True}, "control_variate cannot run inside verl"),
+        ("grpo", {"reference": {"update": "ema"}}, "update=ema cannot be had inside verl: every, kl, frozen or old"),
+        ("grpo", {"reference": {"update": "old"}}, "grpo is another method without its reference"),
+        ("grpo", {"reference": {"evry": 3}}, "Did you mean 'every'"),
+        ("grpo", {"reference": {"every": "x"}}, "reference.every must be a positive number; got 'x'"),
+        ("grpo", {"mismatch": "tsi"}, "Did you mean 'tis'"),
+        ("dapo", {"reduction": "none"}, "reduction=none leaves no number to differentiate"),
+        ("dapo", {"high": "x"}, "cannot have high='x'"),
+        ("grop", {}, "Did you mean 'grpo'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(name, options, line):
+    with pytest.raises(ValueError, match=re.escape(line)) as raised:
+        settings(name, options)
+    assert "\n" not in str(raised.value)
+
+
+def test_every_other_preset_has_its_settings():
+    for name in rpg.algorithms():
+        if name != "capo":
+            found = wanted(settings(name))
+            assert names()[found[f"{ACTOR}.policy_loss.loss_mode"]] == name
+    assert wanted(settings("grpo"))[f"{ACTOR}.kl_loss_coef"] == 0
+    assert f"{ACTOR}.use_kl_loss" not in wanted(settings("rpg-urkl"))
+    assert wanted(settings("reinforce++"))["algorithm.kl_ctrl.kl_coef"] == 0.01
+    assert wanted(settings("remax"))["algorithm.adv_estimator"] == "remax"

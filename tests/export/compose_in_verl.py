@@ -1,0 +1,64 @@
+"""Runs in verl's environment: commands of rpg export through verl's own hydra config and its own checks.
+
+stdin: {name: [override, …]}; stdout, last line: {name: {"config": …} or {"error": …}}.
+"""
+
+import contextlib
+import copy
+import json
+import sys
+from pathlib import Path
+
+READ = ("data", "actor_rollout_ref", "algorithm", "reward", "trainer")
+
+
+def main() -> None:
+    commands = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = composed(commands)
+    print(json.dumps(found))
+
+
+def composed(commands: dict[str, list[str]]) -> dict[str, dict[str, object]]:
+    import verl.trainer
+    from hydra import compose, initialize_config_dir
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    folder = Path(verl.trainer.__file__).parent / "config"
+    found: dict[str, dict[str, object]] = {}
+    parser = OverridesParser.create()
+    with initialize_config_dir(config_dir=str(folder), version_base=None):
+        base = compose(config_name="ppo_trainer")  # 30 files, which take a second to read
+        for number, (name, overrides) in enumerate(commands.items()):
+            try:
+                config = copy.deepcopy(base)
+                ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides(overrides), config)
+                if number == 0:  # hydra's own way, from the start, is the same
+                    assert config == compose(config_name="ppo_trainer", overrides=overrides)
+                check(config)
+                found[name] = {"config": {part: OmegaConf.to_container(config[part]) for part in READ}}
+            except Exception as error:
+                found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def check(config: object) -> None:
+    """What verl's main_ppo and its workers check of the settings before they load a model."""
+    import verl.utils.config as settings
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    settings.validate_config(config, need_reference_policy(config), need_critic(config))
+    whole = config.actor_rollout_ref
+    for section in (whole.rollout, config.algorithm):  # the actor's is among what validate_config checks
+        settings.omega_conf_to_dataclass(section)
+    resolve_reward_manager_cls(config)
+    get_policy_loss_fn(whole.actor.policy_loss.loss_mode)
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
+
+
+if __name__ == "__main__":
+    main()

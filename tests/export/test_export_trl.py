@@ -1,0 +1,134 @@
+"""rpg export trl: a script with every setting, which trains."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rpg.cli import main
+from rpg.export import trl
+from rpg.export.start import Start
+from rpg.policy import Policy
+from rpg.train.config import Config
+from rpg.train.experience import encode_prompt
+from rpg.train.optim import learning_rate
+from rpg.train.settings import build
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}
+REFUSED = {"builtin/capo.yaml", "builtin/remax.yaml"}
+SMALL = {
+    "steps": 2,
+    "rollout.prompts": 4,
+    "rollout.samples": 4,
+    "rollout.max_new_tokens": 24,
+    "optim.minibatches": 2,
+    "optim.micro_tokens": 1100,
+    "eval.temperature": 0.5,  # so that nothing is evaluated
+    "log.tensorboard": False,
+}
+
+
+def recipe(name="builtin/rpg-urkl.yaml", **flags):
+    return build(Config, file=RECIPES[name], flags=flags)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in REFUSED])
+def test_every_recipe(name):
+    """The numbers of the recipe, and a script that Python reads."""
+    config = recipe(name)
+    where = trl.Where(Start("/model"), gpus=4, nodes=2)
+    found = trl.fields(config, where)
+    rollout, optim = config.rollout, config.optim
+    responses = found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] * 8
+    assert responses * optim.minibatches == rollout.prompts * rollout.samples
+    generated = found["per_device_train_batch_size"] * found["steps_per_generation"] * 8
+    assert generated == rollout.prompts * rollout.samples
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    assert found["per_device_train_batch_size"] * longest <= max(optim.micro_tokens or 32768, longest)
+    assert found["max_steps"] == config.steps * optim.minibatches * optim.epochs
+    assert (found["num_generations"], found["num_iterations"]) == (rollout.samples, optim.epochs)
+    assert (found["algorithm"], found["loss"]) == (config.algorithm, config.loss)
+    assert found["reference_every"] == config.reference.every * optim.minibatches * optim.epochs
+    assert (found["learning_rate"], found["weight_decay"]) == (optim.lr, optim.weight_decay)
+    compile(trl.script(config, where, "title"), name, "exec")
+
+
+def test_it_trains(tmp_path, capsys):
+    """Two steps of the built-in recipe on a CPU, with the prompts and the learning rate of rpg train."""
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    assert main(["export", "trl", str(RECIPES["builtin/rpg-urkl.yaml"]), "-o", str(tmp_path / "out"), *flags]) == 0
+    script = tmp_path / "out" / "train.py"
+    assert f"python {script}" in capsys.readouterr().out
+    spy = (
+        "import runpy, sys; from trl import GRPOTrainer; inner = GRPOTrainer._generate_and_score_completions\n"
+        "def spied(self, inputs):\n"
+        "    out = inner(self, inputs)\n"
+        "    print('IDS', [i[m.bool()].tolist() for i, m in zip(out['prompt_ids'], out['prompt_mask'])], flush=True)\n"
+        "    return out\n"
+        "GRPOTrainer._generate_and_score_completions = spied\n"
+        "runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", spy, str(script)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = build(Config, file=tmp_path / "out" / "recipe.yaml")
+    policy = Policy.load("builtin")
+    names = runpy.run_path(str(script))
+    want = [encode_prompt(policy, problem, config) for problem in names["TRAIN"]]
+    seen = [eval(line.removeprefix("IDS ")) for line in done.stdout.splitlines() if line.startswith("IDS ")]
+    assert len(want) == 8
+    assert len(seen) == 2
+    assert [ids for batch in seen for ids in batch[::4]] == want  # in the task's order, four responses each
+    rates = [float(rate) for rate in re.findall(r"'learning_rate': '?([\d.e-]+)", done.stdout)]
+    assert rates == pytest.approx([learning_rate(config.optim, step, 4) for step in (1, 3)], rel=1e-3)
+    assert (tmp_path / "out" / "model-trained" / "model.safetensors").exists()
+    before = Policy.load(str(tmp_path / "out" / "model"))
+    after = Policy.load(str(tmp_path / "out" / "model-trained"))
+    moved = [not p.equal(q) for (_, p), (_, q) in zip(before.parameters(), after.parameters(), strict=True)]
+    assert any(moved)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"optim.name": "schedule-free"}, "optim.name=schedule-free"),
+        ({"rollout.end_tokens": "!"}, "rollout.end_tokens"),
+        ({"rollout.old_logp": "engine"}, "rollout.old_logp=engine"),
+        ({"rollout.engine": "vllm", "rollout.vllm.swap_space": "2"}, "rollout.vllm.swap_space"),
+        ({"reference.update": "ema"}, "reference.update=ema"),
+        ({"reference.update": "kl"}, "reference.update=kl"),
+        ({"algorithm": "capo"}, "algorithm=capo"),
+        ({"algorithm": "remax"}, "algorithm=remax"),
+        ({"optim.minibatches": 5}, "optim.minibatches=5"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(flags, said):
+    config = build(Config, file=RECIPES["builtin/rpg-urkl.yaml"], flags=flags)
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        trl.script(config)
+    assert "\n" not in str(error.value)
+
+
+def test_one_step_on_a_batch_has_every_reference():
+    for update in ("kl", "ema"):
+        flags = {"reference.update": update, "optim.minibatches": 1}
+        assert (
+            trl.fields(build(Config, file=RECIPES["builtin/rpg-urkl.yaml"], flags=flags))["reference_update"] == update
+        )
+
+
+def test_adapters_and_checkpoints():
+    config = build(Config, file=RECIPES["builtin/rpg-urkl.yaml"], flags={"peft.method": "lora", "peft.options.r": "4"})
+    assert "make_config('lora', {'r': 4})" in trl.script(config)
+    start = Start("/base", "/run/model", 40, 1280, "last checkpoint of run, step 40")
+    text = trl.script(replace(config, steps=50), trl.Where(start))
+    assert "AutoPeftModelForCausalLM.from_pretrained(MODEL, is_trainable=True)" in text
+    assert "TASK.train[1280 : 1280 + 320]" in text
+    assert "STEPS_BEFORE, STEPS_A_BATCH = 40, 4" in text
+    assert "From the last checkpoint of run, step 40." in text

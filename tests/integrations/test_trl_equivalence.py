@@ -1,0 +1,57 @@
+"""The same batch through `rpg train` and through TRL's trainer: the same loss, the same gradients."""
+
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from integrations.equivalence import same, through_rpg_train
+from integrations.trl_fixed import CASES, label, through_trl
+
+TESTS = Path(__file__).parent.parent
+
+
+@cache
+def expected(name):
+    (case,) = (case for case in CASES if label(case) == name)
+    return through_rpg_train(case, 1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_one_process(case, accumulation):
+    same(through_trl(case, accumulation), expected(label(case)))
+
+
+def test_two_processes(tmp_path):
+    """DDP on gloo; all cases, with accumulation 1 and 4, in one launch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    base = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, TESTS / "integrations" / "trl_fixed.py", tmp_path / "rank"],
+            env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in running:
+        text = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, text
+    ranks = [torch.load(tmp_path / f"rank{rank}") for rank in range(2)]
+    for case in CASES:
+        for accumulation in (1, 4):
+            for found in ranks:
+                same(found[label(case), accumulation], expected(label(case)))

@@ -1,0 +1,168 @@
+"""The batch of equivalence.py through a real RPGTrainer: TRL is given the responses, and everything after is its own.
+
+Run as a program it is one process of several: python trl_fixed.py OUTPUT, with RANK, WORLD_SIZE, … set.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PrinterCallback, TrainerCallback
+
+import tiny
+from integrations.equivalence import GROUPS, LONGEST, SAMPLES, TEMPERATURE, Case
+from rpg.algorithms import algorithms
+from rpg.integrations.trl import RPGConfig, RPGTrainer
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+gc.freeze()  # accelerate collects garbage when a training starts: all that was imported need not be looked at
+REFUSED = ("remax", "capo")
+OTHERS = [
+    Case("rpg-reinforce-urkl", reference="frozen"),
+    Case("rpg-fkl", {"beta": 0.1}, reference="frozen"),
+    Case("rpg-urkl", {"beta": 0.1, "kl_to_go": True}, reference="frozen"),
+    Case("grpo-corrected", {"level": "sequence"}),
+    Case("dapo", {"mismatch": "tis"}),
+    Case("gspo", {"mismatch": "mis"}),
+    Case("cispo", {"mismatch": "sequence-mask"}),
+    Case("reinforce++", {"beta": 0.3}),
+]
+CASES = [*(Case(name) for name in algorithms() if name not in REFUSED), *OTHERS]
+
+
+def label(case: Case) -> str:
+    return " ".join([case.name, *(f"{k}={v}" for k, v in case.options.items()), case.reference])
+
+
+def config(folder: str, **settings: Any) -> RPGConfig:
+    """Small, on the CPU, in float32, silent."""
+    usual = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "shuffle_dataset": False,
+    }
+    return RPGConfig(**(usual | settings))
+
+
+class Moved(RPGTrainer):
+    """Between the generation and the optimiser step the weights move from theta0 to theta."""
+
+    case: Case
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        self.model.load_state_dict(self.case.theta)
+        return batch
+
+
+class Look(TrainerCallback):
+    """Keeps the gradients of one optimiser step, and ends the training there."""
+
+    def __init__(self, step: int = 1) -> None:
+        self.step, self.before = step, 0.0
+        self.gradients: dict[str, Tensor] = {}
+        self.loss = torch.tensor(0.0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 < self.step:
+            self.before = self.trainer._tr_loss.clone()
+            return
+        named = self.trainer.model.named_parameters()
+        self.gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for n, p in named}
+        self.loss = self.trainer.accelerator.gather((self.trainer._tr_loss - self.before).reshape(1)).mean()
+        control.should_training_stop = True
+
+
+def through_trl(
+    case: Case,
+    accumulation: int,
+    *,
+    groups: Sequence[int] = range(GROUPS),
+    rewards: Sequence[float] | None = None,
+    env_mask: list[list[int]] | None = None,
+    step: int = 1,
+    **settings: Any,
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of an optimiser step, over all processes. ``groups``: those in the dataset."""
+    texts = [tiny.text(prompt) for prompt in case.prompts]
+    reward_of = {tuple(r): reward for r, reward in zip(case.responses, rewards or case.rewards, strict=True)}
+    assert len(reward_of) == len(case.responses)
+
+    def rollout(prompts: list[str], trainer: RPGTrainer) -> dict[str, Any]:
+        assert prompts == [prompt for prompt in prompts[::SAMPLES] for _ in range(SAMPLES)]  # whole groups
+        rows = [texts.index(prompt) * SAMPLES + i % SAMPLES for i, prompt in enumerate(prompts)]
+        found = {
+            "prompt_ids": [case.prompts[i // SAMPLES] for i in rows],
+            "completion_ids": [case.responses[i] for i in rows],
+            "logprobs": [case.rollout_logp[i] for i in rows],
+        }
+        return found if env_mask is None else found | {"env_mask": [env_mask[i] for i in rows]}
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [reward_of[tuple(ids)] for ids in completion_ids]
+
+    look = Look(step)
+    with tempfile.TemporaryDirectory() as folder:
+        usual = {
+            "algorithm": case.name,
+            "loss": dict(case.options),
+            "reference_update": case.reference,
+            "overlong": False,
+            "num_generations": SAMPLES,
+            "generation_batch_size": GROUPS * SAMPLES,
+            "per_device_train_batch_size": GROUPS * SAMPLES // accumulation,
+            "gradient_accumulation_steps": accumulation,
+            "num_iterations": 2,  # so that TRL computes the old log-probabilities
+            "max_completion_length": LONGEST,
+            "temperature": TEMPERATURE,
+            "max_steps": step,
+            "learning_rate": 0.0,
+            "max_grad_norm": 0.0,
+        }
+        trainer = Moved(
+            case.model(case.theta0),
+            reward,
+            config(folder, **(usual | settings)),
+            train_dataset=Dataset.from_dict({"prompt": [texts[i] for i in groups]}),
+            processing_class=tiny.tokenizer(),
+            callbacks=[look],
+            rollout_func=rollout,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.case, look.trainer = case, trainer
+        if case.has_reference:
+            trainer.reference.copy.load_state_dict(case.theta_ref)
+        else:
+            assert trainer.reference is None
+            assert trainer.ref_model is None
+        trainer.train()
+    return float(look.loss), look.gradients
+
+
+def main(output: str, processes: int) -> None:
+    found = {}
+    for case, accumulation in itertools.product(CASES, (1, 4)):
+        size = GROUPS * SAMPLES // (accumulation * processes)
+        found[label(case), accumulation] = through_trl(case, accumulation, per_device_train_batch_size=size)
+    torch.save(found, output)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1] + os.environ["RANK"], int(os.environ["WORLD_SIZE"]))
