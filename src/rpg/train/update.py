@@ -178,7 +178,7 @@ class Updater:
             logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT
             if keep_BT is not None and keep is not None:
                 keep_BT[index, :width] = keep
-        self.world.add(logp_BT)
+        self.world.add(logp_BT, entropy_BT)
         if keep_BT is not None:
             kept_BT = keep_BT.int()
             self.world.add(kept_BT)
