@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 VERL   := .venv-verl
 VLLM   := .venv-vllm
+VERLRUN := .venv-verl-vllm
 BIN    := $(VENV)/bin
 OUTPUT ?= runs/first
 SEED   ?= 0
@@ -15,7 +16,7 @@ ELSEWHERE := engine_vllm trl_vllm engine_verl training_verl
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: help train test test-rpg test-in-verl test-trl-vllm test-vllm lint audit audit-page bench clean
+.PHONY: help train test test-rpg test-in-verl test-trl-vllm test-vllm test-verl lint audit audit-page bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -44,6 +45,11 @@ $(VLLM)/ready: pyproject.toml constraints-vllm.txt   # vLLM wants an older trans
 	$(VLLM)/bin/pip $(INSTALL) -r constraints-vllm.txt -e .
 	touch $@
 
+$(VERLRUN)/ready: pyproject.toml constraints-verl-vllm.txt   # verl, with vLLM's CPU build for its rollouts
+	$(PYTHON) -m venv $(VERLRUN)
+	$(VERLRUN)/bin/pip $(INSTALL) -r constraints-verl-vllm.txt -e .
+	touch $@
+
 train: $(VENV)/base            ## train the built-in model on the built-in task (OUTPUT=runs/first SEED=0)
 	env -u OMP_NUM_THREADS $(BIN)/rpg train --output $(OUTPUT) --seed $(SEED)
 
@@ -67,7 +73,7 @@ test-rpg: $(VENV)/ready $(VERL)/ready            ## everything that runs in .ven
 
 test-in-verl: $(VERL)/ready            ## the same losses inside verl's own engine
 	@mkdir -p $(RESULTS)
-	$(VERL)/bin/pytest -p no:cacheprovider tests/engine_verl 2>&1 | tee $(RESULTS)/verl
+	$(VERL)/bin/pytest -p no:cacheprovider tests/engine_verl tests/training_verl/test_verl_reference.py 2>&1 | tee $(RESULTS)/verl
 
 test-trl-vllm: $(VLLM)/ready            ## a training with TRL and vLLM
 	@mkdir -p $(RESULTS)
@@ -75,6 +81,9 @@ test-trl-vllm: $(VLLM)/ready            ## a training with TRL and vLLM
 
 test-vllm: $(VLLM)/ready            ## the vLLM engine with a real vLLM on a CPU, runs of `rpg train` included (some minutes)
 	$(VLLM)/bin/pytest tests/engine_vllm
+
+test-verl: $(VERLRUN)/ready            ## verl's own training with these losses on a CPU: Ray, FSDP2, vLLM (some minutes)
+	$(VERLRUN)/bin/pytest -p no:cacheprovider tests/training_verl
 
 audit: $(VENV)/ready $(VERL)/ready            ## every loss, and the real losses of TRL, Liger and verl, against the exact gradient
 	$(BIN)/rpg audit --peers
@@ -87,4 +96,4 @@ bench: $(VENV)/ready            ## speed beside peers: every part on a GPU, the 
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/loss_overhead.py --repeats 60
 
 clean:            ## remove the environments
-	rm -rf $(VENV) $(VERL) $(VLLM)
+	rm -rf $(VENV) $(VERL) $(VLLM) $(VERLRUN)
