@@ -1,7 +1,9 @@
-"""Run by several ranks: the gradient of a sharded policy is that of the whole one, for many architectures."""
+"""Run by several ranks: the gradient of a sharded policy is that of the whole one, for many architectures; and so are
+the optimiser steps of every preset."""
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -9,11 +11,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import rpg
 import tiny
+from rpg.algorithms import Algorithm
 from rpg.models import adapters
 from rpg.policy import Policy
-from rpg.train.ranks import World, joined
+from rpg.train.batch import make_batch, with_advantages
+from rpg.train.config import Config, OptimConfig, RolloutConfig
+from rpg.train.optim import make_optimizer
+from rpg.train.ranks import ALONE, World, joined
 from rpg.train.shards import ShardedPolicy, gathered
+from rpg.train.update import Updater, prepared
 
 RECOMPUTED = ("llama-tied", "gemma2-final-cap", "gpt2")
 
@@ -51,7 +59,33 @@ def check(name: str, world: World, recompute: bool, method: str | None) -> None:
         assert p.any(), (name, n, "was not filled")
 
 
+def check_steps(algorithm: Algorithm, world: World) -> None:
+    """Two optimiser steps on a batch; their metrics."""
+    policy = Policy(tiny.make("llama-tied"), tiny.tokenizer())
+    batch = prepared(make_batch(tiny.groups(policy), 0, policy.device), None, None, needs_ref=True)
+    batch = with_advantages(batch, algorithm.advantage, [0.0] * 3)
+    sizes, optim = RolloutConfig(prompts=3, samples=4), OptimConfig(lr=1e-4, minibatches=2, micro_tokens=25, warmup=0)
+    config, found = Config(rollout=sizes, optim=optim), []
+    sharded = ShardedPolicy(policy, world)
+    for trained, where in ((sharded, world), (policy, ALONE)):
+        optimizer = make_optimizer(trained.parameters(), optim, where)
+        updater = Updater(config, algorithm, trained, optimizer, Path(), world=where)
+        found.append(updater.update(batch, 1))
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[1].items():
+        assert math.isclose(found[0][name], value, rel_tol=1e-3, abs_tol=1e-6) or name == "mismatch/max_log_ratio", (
+            algorithm.name,
+            name,
+            value,
+            found[0][name],
+        )
+    assert found[1]["skipped"] == 0
+
+
 with joined("cpu") as world:
+    for preset in rpg.algorithms():
+        check_steps(rpg.algorithm(preset), world)
+    check_steps(rpg.algorithm("rpg-reinforce-urkl", clip=rpg.clip.Adaptive(target_ess=0.97)), world)
     for name in tiny.ARCHITECTURES:
         check(name, world, recompute=name in RECOMPUTED, method=None)
     check("llama with an adapter", world, recompute=True, method="lora")

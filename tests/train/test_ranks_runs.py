@@ -135,8 +135,8 @@ def test_sharding_changes_no_bit(launcher: Launcher, tmp_path: Path) -> None:
     assert_same(bits(plain), bits(sharded))
 
 
-def test_gradients_of_many_architectures(launcher: Launcher) -> None:
-    """Tied and scaled heads, windows, biases, recomputed layers, an adapter: see the file."""
+def test_many_architectures_and_every_preset(launcher: Launcher) -> None:
+    """Tied and scaled heads, windows, biases, recomputed layers, an adapter; a clip that is fitted: see the file."""
     job = launcher.start(Path(__file__).with_name("sharding_check.py")).wait(120)
     assert job.codes == [0, 0], job.text
     assert all("the same" in text for text in job.out)

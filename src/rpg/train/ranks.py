@@ -207,9 +207,18 @@ def joined(device: str) -> Iterator[World]:
     here, size, local = (int(os.environ[name]) for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if size != local:
         raise ValueError(f"rpg train runs on one machine, not on {size // local}: docs/engines.md says what does")
+    _check_torch()
     chosen = own_device(device, here, local)
     with join(chosen, "nccl" if chosen.type == "cuda" else "gloo") as world:
         yield world
+
+
+def _check_torch() -> None:
+    from torch.distributed import fsdp
+
+    needed = ("FSDPModule", "set_force_sum_reduction_for_comms"), ("TCPStore", "clone")
+    if not all(hasattr(getattr(fsdp, kind, getattr(dist, kind, None)), method) for kind, method in needed):
+        raise ValueError(f"several processes need a later torch than {torch.__version__}: 2.13 is what was tested")
 
 
 def own_device(name: str, here: int, local: int) -> torch.device:

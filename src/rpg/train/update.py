@@ -169,7 +169,7 @@ class Updater:
                 (scored.logp_BT.sum() * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.accumulate()
                 continue
-            keep = None if keep_BT is None else self._keep(rule, part, scored, denominator, scale)
+            keep = None if keep_BT is None else self._keep(rule, part, scored, denominator, lambda: scale)
             out = self._loss(rule, part, scored.logp_BT, scored.entropy_BT, denominator, keep)
             out.loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate()
@@ -234,15 +234,18 @@ class Updater:
         )
 
     @torch.no_grad()
-    def _fitted(self, parts: list[Batch], cuts: list[Tensor | None]) -> PolicyLoss:
-        """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once."""
+    def _fitted(self, parts: list[Batch], cuts: list[Tensor | None] | None = None) -> PolicyLoss:
+        """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once.
+
+        Where ``cuts`` has None, the part is a filler.
+        """
         rule = self.algorithm.loss
         if not isinstance(rule.clip, Adaptive):
             return rule
         ratios = [torch.zeros(0, device=parts[0].mask_BT.device)]
-        for part, index in zip(parts, cuts, strict=True):
+        for i, part in enumerate(parts):
             logp = self._score(part, None).logp_BT
-            if index is None:
+            if cuts is not None and cuts[i] is None:
                 continue
             log_w = at_level(logp - part.old_logp_BT, part.mask_BT, rule.level)
             ratios.append(log_w[part.mask_BT] if rule.level == "token" else log_w)
@@ -264,7 +267,14 @@ class Updater:
         return scale
 
     @torch.no_grad()
-    def _keep(self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float, scale: Tensor | None) -> Tensor:
+    def _keep(
+        self,
+        rule: PolicyLoss,
+        part: Batch,
+        scored: Scored,
+        denominator: float,
+        curvature: Callable[[], Tensor | None] | None = None,
+    ) -> Tensor:
         """CAPO: the tokens whose own part of the optimiser step would move the policy little.
 
         Adam's second moments are of the mean loss, so a token's gradient is taken as it enters that mean.
@@ -284,7 +294,7 @@ class Updater:
             part.ids_BL[row_N, part.start_B[row_N] + t_N],
             advantage_N * share_B[row_N],
             float(self.optimizer.param_groups[0]["lr"]),
-            scale,
+            (curvature or self._curvature)(),
         )
         return torch.ones_like(part.mask_BT).masked_scatter(part.mask_BT, kept_N)
 
