@@ -16,14 +16,23 @@ ELSEWHERE := engine_vllm trl_vllm engine_verl training_verl
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
+ifeq ($(MAKELEVEL),0)
+.NOTPARALLEL:   # two targets would set up one environment at once; what can be done side by side asks for it below
+endif
+
 .PHONY: help train test test-rpg test-in-verl test-trl-vllm test-vllm test-verl lint audit audit-page bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-# constraints*.txt are whole lists: installed without dependencies they need no resolver, and --no-compile leaves the
-# bytecode of what nobody imports unmade. Together that halves the time.
-INSTALL := install -q --no-deps --no-compile
+# constraints*.txt are whole lists but for what torch brings along on a machine with CUDA: torch first, then the list,
+# which without dependencies needs no resolver. --no-compile leaves the bytecode of what nobody imports unmade.
+define INSTALL
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install -q --no-compile -c $(2) torch
+	$(1)/bin/pip install -q --no-compile --no-deps -r $(2) -e .
+	touch $(1)/ready
+endef
 
 $(VENV)/base: pyproject.toml constraints.txt   # what `rpg train` needs, on any machine
 	$(PYTHON) -m venv $(VENV)
@@ -31,24 +40,17 @@ $(VENV)/base: pyproject.toml constraints.txt   # what `rpg train` needs, on any 
 	touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip $(INSTALL) -r constraints.txt -e .
-	touch $(VENV)/base $@
+	$(call INSTALL,$(VENV),constraints.txt)
+	touch $(VENV)/base
 
 $(VERL)/ready: pyproject.toml constraints-verl.txt   # verl cannot live beside trl, so it has an environment of its own
-	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/pip $(INSTALL) -r constraints-verl.txt -e .
-	touch $@
+	$(call INSTALL,$(VERL),constraints-verl.txt)
 
 $(VLLM)/ready: pyproject.toml constraints-vllm.txt   # vLLM wants an older transformers: see the list
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip $(INSTALL) -r constraints-vllm.txt -e .
-	touch $@
+	$(call INSTALL,$(VLLM),constraints-vllm.txt)
 
 $(VERLRUN)/ready: pyproject.toml constraints-verl-vllm.txt   # verl, with vLLM's CPU build for its rollouts
-	$(PYTHON) -m venv $(VERLRUN)
-	$(VERLRUN)/bin/pip $(INSTALL) -r constraints-verl-vllm.txt -e .
-	touch $@
+	$(call INSTALL,$(VERLRUN),constraints-verl-vllm.txt)
 
 train: $(VENV)/base            ## train the built-in model on the built-in task (OUTPUT=runs/first SEED=0)
 	env -u OMP_NUM_THREADS $(BIN)/rpg train --output $(OUTPUT) --seed $(SEED)
@@ -59,7 +61,7 @@ lint: $(VENV)/ready            ## ruff and mypy
 	$(BIN)/mypy
 
 # Two jobs at a time: environments beside one another and beside lint; then pytest on two cores; then the tests of the
-# other two environments, side by side. Every part runs whatever the others say, and its last line stands at the end.
+# other two environments, side by side. After lint every part runs whatever the others say; its last line stands at the end.
 test:            ## lint, types and every test; the peers' real losses, verl and TRL + vLLM included
 	@rm -rf $(RESULTS)
 	@$(MAKE) --no-print-directory -j2 -Otarget lint $(VERL)/ready $(VLLM)/ready

@@ -43,6 +43,9 @@ for line in sys.stdin:
 if argv is not None and code is None:
     sys.exit(rpg.cli.main(argv))
 elif argv is not None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rpg"]:
+        del sys.modules[name]  # an example has to import what it uses; torch and transformers stay
+    del rpg
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 """
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "300"}

@@ -38,8 +38,10 @@ def hello() -> dict[str, Any]:
     from importlib.metadata import version
 
     from verl.workers.config import ActorConfig
-    from verl.workers.utils.losses import ppo_loss  # noqa: F401
+    from verl.workers.utils.losses import ppo_loss
 
+    if not ppo_loss.__module__.startswith("verl."):
+        raise RuntimeError("a plugin has replaced verl's loss: set VERL_USE_EXTERNAL_PLUGINS=none to audit verl's own")
     names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode", "kl_loss_type", "tau_pos", "tau_neg")
     return {"version": version("verl"), "defaults": {name: getattr(ActorConfig, name) for name in names}}
 
@@ -135,13 +137,14 @@ class Client:
     def __init__(self, python: str) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         # PYTHONSAFEPATH: the names of the modules beside this file must not shadow what the worker imports
+        # VERL_USE_EXTERNAL_PLUGINS: verl as installed, without the plugin that would bring our losses into it
         self._process = subprocess.Popen(
             [python, os.path.abspath(__file__)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},
+            env=os.environ | {"PYTHONSAFEPATH": "1", "VERL_USE_EXTERNAL_PLUGINS": "none"},
         )
         atexit.register(self.close)
 
