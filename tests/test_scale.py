@@ -217,6 +217,36 @@ def test_settings_say_what_was_planned():
     assert engines(MIXTURE, H200, 64, JOB).split <= 4  # key heads
 
 
+def test_verl_can_fill_what_was_planned():
+    """verl hands out a batch of prompts a step on top of those it begins with; vLLM counts rows for each DP rank."""
+    rollout, asynchronous = "actor_rollout_ref.rollout", "trainer.v1.separate_async"
+    for model in (SMALL, MIXTURE):
+        plan = fastest(model, H200, 1024, Job(Lengths(32768)), "streaming")
+        engine, lines = plan.rollout, dict(line.lstrip("+").split("=", 1) for line in overrides(plan, "m"))
+        ranks = int(lines.get(f"{rollout}.data_parallel_size", 1))
+        rows = int(lines[f"{rollout}.max_num_seqs"]) * ranks
+        assert engine.slots - ranks < rows <= engine.slots
+        replicas = 8 * int(lines[f"{rollout}.nnodes"]) // (ranks * int(lines[f"{rollout}.tensor_model_parallel_size"]))
+        begun = int(lines[f"{asynchronous}.num_warmup_batches"]) * int(lines["data.train_batch_size"])
+        assert 0 <= begun * int(lines[f"{rollout}.n"]) - replicas * rows < 8192 + replicas * ranks  # a batch at most
+        assert int(lines["actor_rollout_ref.actor.optim.lr_warmup_steps"]) == 160  # apart, the rate's steps: updates
+        assert int(lines["trainer.v1.sampler.max_off_policy_threshold"]) >= plan.lag(engine.longest, 1) + 1
+    off = dict(x.lstrip("+").split("=", 1) for x in overrides(fastest(SMALL, H200, 1024, JOB, "one-off"), "m"))
+    assert off[f"{asynchronous}.num_warmup_batches"] == "1"
+    together = fastest(DENSE, H200, 256, Job(Lengths(16384)), "together")  # 776 prompts have a slot, 1,040 are sampled
+    lines = dict(line.lstrip("+").split("=", 1) for line in overrides(together, "m"))
+    assert lines["algorithm.filter_groups.max_inflight_gen_batches"] == "2"
+    assert lines["actor_rollout_ref.actor.optim.lr_warmup_steps"] == "10"
+
+
+def test_copies_are_summed_for_each_micro_batch():
+    eight = Training(SMALL, H200, Layout(64, 8), JOB)  # 8 sequences a GPU: more than one micro-batch
+    assert eight.micro_batches > 1.2
+    once = 8 * SMALL.parameters / 8 * 7 / 8 / 40e9
+    assert eight.replicas() == pytest.approx(eight.micro_batches * once)
+    assert Training(SMALL, H200, Layout(64, 64), JOB).replicas() == 0.0
+
+
 COMPOSE = """
 import importlib.util, json, os, sys
 from hydra import compose, initialize_config_dir

@@ -95,9 +95,11 @@ class Training:
         return self.micro_batches * (2 * weights + gradients)
 
     def replicas(self) -> float:
-        """HSDP sums the gradients' shards over its copies (a ring through the cards)."""
+        """HSDP sums the gradients' shards over its copies (a ring through the cards), for each micro-batch: put off
+        (``use_no_sync_for_gradient_accumulation``), each GPU would hold all gradients."""
         copies = self.layout.gpus // (self.layout.shard or self.layout.gpus)
-        return 2 * 4 * self.model.parameters * copies / self.layout.gpus * (copies - 1) / copies / CARD
+        once = 2 * 4 * self.model.parameters * copies / self.layout.gpus * (copies - 1) / copies / CARD
+        return self.micro_batches * once
 
     def exchanges(self) -> float:
         """Heads against positions (Ulysses), tokens to experts; three passes each."""

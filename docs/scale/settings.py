@@ -8,9 +8,16 @@ from schedule import RESERVED, Plan
 
 
 def overrides(plan: Plan, model: str, preset: str = "rpg-reinforce-urkl") -> list[str]:
-    """For ``python -m verl.trainer.main_ppo``. Data, reward and logging are the user's."""
+    """For ``python -m verl.trainer.main_ppo``. Data, reward and logging are the user's.
+
+    What verl counts: rows (max_num_seqs) for each data-parallel rank of an engine; the learning rate's steps once a
+    step together, once an optimiser step apart; a response's age from when its prompt was handed out, itself included.
+    """
     training, engine, job = plan.training, plan.rollout, plan.rollout.job
     layout, device = training.layout, training.device
+    apart = plan.how != "together"
+    slots = engine.gpus // engine.tensor * engine.slots / job.samples  # of all engines, in prompts
+    ahead = ceil(slots / job.prompts) if plan.how == "streaming" else 1  # batches begun before the first step
     beside = int((RESERVED - layout.state(training.model) / device.memory) * 20) / 20  # the trainer's state stays
     actor, rollout, correction = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
     text = f"""
@@ -25,14 +32,14 @@ def overrides(plan: Plan, model: str, preset: str = "rpg-reinforce-urkl") -> lis
         {rollout}.temperature=1.0
         {rollout}.calculate_log_probs=True
         {rollout}.tensor_model_parallel_size={engine.split}
-        {rollout}.max_num_seqs={max(1, engine.slots)}
-        {rollout}.gpu_memory_utilization={beside if plan.how == "together" else RESERVED}
+        {rollout}.max_num_seqs={max(1, engine.slots * engine.split // engine.tensor)}
+        {rollout}.gpu_memory_utilization={RESERVED if apart else beside}
         {actor}.ppo_mini_batch_size={job.minibatch}
         {actor}.use_dynamic_bsz=True
         {actor}.ppo_max_token_len_per_gpu={layout.tokens(training.model, device)}
         {actor}.optim.lr=1e-6
         {actor}.optim.weight_decay=0.1
-        {actor}.optim.lr_warmup_steps=10
+        {actor}.optim.lr_warmup_steps={10 * job.optimiser_steps if apart else 10}
         {actor}.policy_loss.loss_mode={preset}
         +{actor}.policy_loss.rpg.beta=1e-4
         algorithm.adv_estimator=rpg:{preset}
@@ -72,13 +79,19 @@ def overrides(plan: Plan, model: str, preset: str = "rpg-reinforce-urkl") -> lis
             +{transformer}.account_for_embedding_in_pipeline_split=True
             +{transformer}.account_for_loss_in_pipeline_split=True
             """
-    if plan.how != "together":
+    if apart:
+        waiting = ((ahead + 1) * job.prompts - slots) * job.kept / job.prompts  # steps until a slot is free, at most
         text += f"""
         trainer.v1.trainer_mode=separate_async
         trainer.v1.separate_async.parameter_sync_step={job.optimiser_steps}
-        trainer.v1.sampler.max_off_policy_threshold={ceil(plan.lag(engine.longest, 1))}
+        trainer.v1.separate_async.num_warmup_batches={ahead}
+        trainer.v1.sampler.max_off_policy_threshold={ceil(plan.lag(engine.longest, 1) + max(0.0, waiting)) + 1}
         actor_rollout_ref.hybrid_engine=False
         {rollout}.checkpoint_engine.backend=nccl
         {rollout}.nnodes={engine.gpus // 8}
+        """
+    elif slots > job.prompts:  # verl begins one batch, and replaces groups while no more are in flight than this
+        text += f"""
+        algorithm.filter_groups.max_inflight_gen_batches={ceil(min(slots, job.sampled / job.samples) / job.prompts)}
         """
     return text.split()

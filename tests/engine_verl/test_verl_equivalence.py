@@ -3,7 +3,7 @@
 import pytest
 
 import rpg
-from engine_verl.verl_engine import Job, needs_verl
+from engine_verl.verl_engine import Job, needs_verl, sharing
 from integrations.equivalence import Case, same, through_rpg_train
 
 pytestmark = needs_verl
@@ -18,7 +18,7 @@ CASES += [
     Case("dr-grpo", {"constant": 7.0}),
     Case("rloo", {"reduction": "token-mean"}),
 ]
-SHAPES = [(1, 1), (2, 4)]  # processes, micro-batches of each
+SHAPES = [(1, 1), (1, 4), (2, 4)]  # processes, micro-batches of each
 
 
 def label(case):
@@ -27,14 +27,9 @@ def label(case):
 
 @pytest.fixture(scope="module")
 def through_verl(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("verl")
-    runs = {ranks: [(i, a) for i in range(len(CASES)) for r, a in SHAPES if r == ranks] for ranks in (1, 2)}
-    jobs = {ranks: Job(folder, [(CASES[i], a) for i, a in runs[ranks]], ranks) for ranks in (1, 2)}
-    return {
-        (i, ranks, a): result
-        for ranks, job in jobs.items()
-        for (i, a), result in zip(runs[ranks], job.results(), strict=True)
-    }
+    job = Job(tmp_path_factory.mktemp("verl"), CASES, SHAPES)
+    sharing(CASES)
+    return job.results()
 
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=map(label, CASES))

@@ -1,15 +1,16 @@
-"""In verl's own functions, in this process: rollout correction, advantages, and what is refused when."""
+"""In verl's own loss function, in this process: rollout correction, metrics, and what a batch must hold."""
 
-import re
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rpg
-from engine_verl.verl_engine import advantages_of, needs_verl, overrides_of, reference_logp, run_config, tensordict
+from engine_verl.verl_engine import needs_verl, overrides_of, reference_logp, run_config, tensordict
 from integrations.equivalence import Case
-from rpg.integrations.verl import loss_fn
+from rpg.integrations.verl import loss_fn, metrics, reference
 
 pytestmark = needs_verl
 
@@ -22,13 +23,18 @@ def actor_of(config):
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-def ppo_loss_of(case, config, **more):
+def moved_logp(case):
+    old_BT = case.batch.old_logp_BT
+    return old_BT + 0.1 * torch.randn(old_BT.shape, generator=torch.Generator().manual_seed(5))
+
+
+def ppo_loss_of(case, config, tokens=None, **more):
     """verl's ppo_loss on log-probabilities of the case, as its engine packs them: the loss, and d loss / d logp."""
     from verl.workers.utils import losses
 
     rows = range(len(case.batch))
     data = tensordict(case, config, rows, 1)
-    sizes(data, case, dp_size=1)
+    sizes(data, case, dp_size=1, tokens=tokens)
     lengths = case.batch.mask_BT.sum(-1).tolist()
     for name, x_BT in more.items():
         if x_BT is None:
@@ -36,9 +42,7 @@ def ppo_loss_of(case, config, **more):
         else:
             rows_ = [row[:n] for row, n in zip(x_BT, lengths, strict=True)]
             data[name] = torch.nested.as_nested_tensor(rows_, layout=torch.jagged)
-    logp_BT = (
-        case.batch.old_logp_BT + 0.1 * torch.randn(case.batch.old_logp_BT.shape, generator=seeded())
-    ).requires_grad_()
+    logp_BT = moved_logp(case).requires_grad_()
     packed = []
     for i, n in enumerate(lengths):
         prompt = len(case.prompts[int(case.batch.group_B[i])])
@@ -47,15 +51,12 @@ def ppo_loss_of(case, config, **more):
     return loss, torch.autograd.grad(loss, logp_BT)[0], metrics
 
 
-def sizes(data, case, dp_size):
+def sizes(data, case, dp_size, tokens=None):
     """What verl's engine notes in a batch."""
     from verl.utils import tensordict_utils as tu
 
-    tu.assign_non_tensor(data, dp_size=dp_size, batch_num_tokens=int(case.batch.mask_BT.sum()))
-
-
-def seeded():
-    return torch.Generator().manual_seed(5)
+    total = int(case.batch.mask_BT.sum()) if tokens is None else tokens
+    tu.assign_non_tensor(data, dp_size=dp_size, batch_num_tokens=total)
 
 
 WEIGHTS = 0.5 + torch.rand(16, 12, generator=torch.Generator().manual_seed(6))
@@ -89,32 +90,6 @@ def test_a_loss_per_response_refuses_weights_per_token():
         ppo_loss_of(case, run_config(overrides_of(case)), rollout_is_weights=WEIGHTS)
 
 
-ONE_OF_EACH = {rpg.algorithm(name).advantage: name for name in rpg.algorithms() if name != "capo"}
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH.values())
-def test_advantages_are_those_of_rpg(name):
-    case = Case(name)
-    found_BT = advantages_of(case, run_config(overrides_of(case)))
-    own = case.batch.advantage
-    own_BT = (own if own.dim() == 2 else own.unsqueeze(-1)) * case.batch.mask_BT
-    torch.testing.assert_close(found_BT, own_BT.to(found_BT.dtype))
-
-
-def test_empty_responses_are_in_no_group():
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-
-    rewards, mask = torch.zeros(4, 3), torch.ones(4, 3)
-    rewards[:, -1] = torch.tensor([1.0, 0.0, 1.0, 5.0])
-    mask[3] = 0
-    for name in ("rpg:group-mean-std", "rpg:batch-whitening", "rpg:leave-one-out"):
-        fn = get_adv_estimator_fn(name)
-        whole = fn(token_level_rewards=rewards, response_mask=mask, index=["a"] * 4)[0]
-        alone = fn(token_level_rewards=rewards[:3], response_mask=mask[:3], index=["a"] * 3)[0]
-        torch.testing.assert_close(whole[:3], alone)
-        assert not whole[3].any()
-
-
 def test_loss_fn_is_what_the_plugin_runs():
     case = Case("grpo")
     config = run_config(overrides_of(case))
@@ -132,34 +107,15 @@ def test_loss_fn_is_what_the_plugin_runs():
     assert found[2]["actor/rpg/kl/ref"].aggregate() == expected[2]["actor/rpg/kl/ref"].aggregate()
 
 
+def test_loss_fn_refuses_a_reference_that_nobody_would_renew():
+    for update in ("every", "kl"):
+        with pytest.raises(ValueError, match=rf"reference\.update={update}.*give frozen") as raised:
+            loss_fn("grpo", reference={"update": update})
+        assert "\n" not in str(raised.value)
+
+
 def _swap(fn, config, model_output, data):
     return fn(config=config, model_output=model_output, data=data, dp_group=None)
-
-
-@pytest.mark.parametrize(
-    ("case", "more", "line"),
-    [
-        (Case("grpo"), [f"{ACTOR}.use_kl_loss=False"], f"set {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0"),
-        (Case("grpo"), [f"{ACTOR}.kl_loss_coef=0.1"], f"{ACTOR}.kl_loss_coef=0 keeps verl's from being added"),
-        (Case("rpg-urkl"), [f"{ACTOR}.use_kl_loss=True"], "has a KL term of its own, anchored at the sampling policy"),
-        (Case("rpg-urkl"), ["algorithm.use_kl_in_reward=True"], "set algorithm.use_kl_in_reward=False"),
-        (Case("reinforce++"), ["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.kl_ctrl.kl_coef=0.01"),
-        (Case("dapo"), [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"], "policy_loss.rpg.reduction=seq-mean-token-sum"),
-        (Case("dr-grpo"), [f"{ACTOR}.loss_scale_factor=null"], "loss_scale_factor to data.max_response_length"),
-        (Case("dr-grpo", {"constant": 7.0}), [f"{ACTOR}.loss_scale_factor=8"], "differ: give one"),
-        (Case("remax"), ["trainer.use_v1=True"], "set trainer.use_v1=False algorithm.adv_estimator=remax"),
-        (
-            Case("dapo", {"mismatch": "tis"}),
-            ["actor_rollout_ref.rollout.calculate_log_probs=False"],
-            "needs the sampler's log-probabilities",
-        ),
-        (Case("dapo", {"mismatch": "tis"}), ["+algorithm.rollout_correction.rollout_is=token"], "the same thing twice"),
-        (Case("dapo", {"high": 0.3}), [f"{ACTOR}.policy_loss.loss_mode=vanilla"], "vanilla is no preset of rpg"),
-    ],
-)
-def test_a_run_that_contradicts_its_preset_is_refused(case, more, line):
-    with pytest.raises(Exception, match=re.escape(line)):  # hydra wraps what an option's check raises
-        run_config([*overrides_of(case), *more])
 
 
 @pytest.mark.parametrize(
@@ -174,6 +130,65 @@ def test_a_batch_without_what_the_loss_needs_is_refused(case, missing, line):
     config.actor_rollout_ref.actor.use_kl_loss = False  # verl's own loss would look for it first
     with pytest.raises(ValueError, match=line):
         ppo_loss_of(case, config, **{missing: None} if missing == "rollout_log_probs" else {})
+
+
+def test_a_kl_in_the_reward_is_measured_where_it_renews_the_reference():
+    plain, asked = Case("reinforce++"), Case("reinforce++", reference="kl")
+    a, b = (ppo_loss_of(case, run_config(overrides_of(case))) for case in (plain, asked))
+    torch.testing.assert_close(a[:2], b[:2], rtol=0, atol=0)
+    assert "actor/rpg/kl/ref" not in a[2]
+    assert b[2]["actor/rpg/kl/ref"].aggregate() > 0.01
+    with pytest.raises(ValueError, match=r"needs ref_log_prob.*algorithm\.use_kl_in_reward=True"):
+        ppo_loss_of(asked, run_config(overrides_of(asked)), ref_log_prob=None)
+
+
+def test_metrics_are_means_over_what_was_not_rejected():
+    case = Case("grpo")
+    config, mask = run_config(overrides_of(case)), case.batch.mask_BT.long()
+    mask[::2] = 0  # as verl's rollout correction leaves it; the tokens that verl divides by are still all of them
+    whole, rejected = (ppo_loss_of(case, config, response_mask=m)[2] for m in (case.batch.mask_BT.long(), mask))
+    found, all_of_it = ({name: [m.aggregate()] for name, m in x.items() if "rpg" in name} for x in (rejected, whole))
+    share = float(mask.sum() / case.batch.mask_BT.sum())
+    assert found[metrics.KEPT] == [pytest.approx(share)]
+    metrics.over_kept(all_of_it)
+    assert all_of_it[metrics.KEPT] == [pytest.approx(1)]
+    assert all_of_it["actor/rpg/kl/ref"] == [pytest.approx(whole["actor/rpg/kl/ref"].aggregate())]
+    metrics.over_kept(found)
+    logp_BT = moved_logp(case)
+    own = case.algorithm.loss(logp_BT, case.batch.old_logp_BT, case.batch.advantage, mask, reference_logp(case)).metrics
+    for name in ("kl/old", "kl/ref", "ratio/max", "ess", "entropy_sampled"):
+        assert found[f"actor/rpg/{name}"] == [pytest.approx(float(own[name]), rel=1e-5)], name
+
+
+def test_the_worker_divides_by_what_was_kept_before_the_reference_reads_it(monkeypatch):
+    class Worker:
+        def update_actor(self, data):
+            return data
+
+        save_checkpoint = load_checkpoint = update_actor
+
+    monkeypatch.setitem(sys.modules, metrics.WORKERS, SimpleNamespace(ActorRolloutRefWorker=Worker))
+    read = []
+    monkeypatch.setattr(reference, "renewal_of", lambda worker: True)
+    monkeypatch.setitem(
+        reference.AFTER, "update_actor", lambda worker, renewal, out, *_: read.append(reference._kl(out))
+    )
+    overrides = overrides_of(Case("grpo", reference="kl"))
+    for _ in range(2):
+        actor_of(run_config(overrides))
+    kls = {"actor/rpg/kl/ref": [0.02, 0.0, 0.03], metrics.KEPT: [0.5, 0.0, 0.5], "kl_loss": [1.0, 1.0, 1.0]}
+    Worker().update_actor({"metrics": kls})
+    assert read == [pytest.approx(0.05)]  # of the two mini-batches that had tokens left
+    assert kls["kl_loss"] == [1.0, 1.0, 1.0]
+    assert metrics.KEPT in kls
+
+
+def test_a_step_of_filler_alone_has_no_loss():
+    case = Case("dapo")
+    nothing = torch.zeros_like(case.batch.mask_BT.long())
+    loss, gradient, _ = ppo_loss_of(case, run_config(overrides_of(case)), response_mask=nothing, tokens=0)
+    assert float(loss.detach()) == 0
+    assert not gradient.any()
 
 
 def test_through_the_registry_alone_a_reference_is_missing_and_old_is_enough():

@@ -1,5 +1,6 @@
 """verl loads the plugin by itself and says so; a run that cannot work is refused before Ray starts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,26 +22,45 @@ SCRIPTS = {
     "inside": "import verl.trainer.ppo.core_algos as c; print(*c.ADV_ESTIMATOR_REGISTRY)",
     "old": OLD + "import verl; from verl.trainer.ppo import core_algos as c; print(*c.POLICY_LOSS_REGISTRY)",
 }
-MAIN = ["-m", "verl.trainer.main_ppo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
-MAIN += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm"]
+MAIN = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm"]
+MAIN += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"]
 MAIN += ["actor_rollout_ref.actor.policy_loss.loss_mode=rpg-reinforce-urkl"]
 MAIN += ["+actor_rollout_ref.actor.policy_loss.rpg.beta=1e-3", "+actor_rollout_ref.actor.policy_loss.rpg.hihg=0.3"]
+SCRIPTS["main"] = f"""
+import runpy, sys
+sys.argv[1:] = {MAIN!r}
+runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+"""
+FORKS = """
+import json, os, sys
+import datasets, hydra, ray, tensordict, torch, transformers  # once for all; verl is each one's own to import
+folder, scripts = sys.argv[1], json.loads(sys.argv[2])
+for name, text in scripts.items():
+    if not (child := os.fork()):
+        for number, end in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{name}.{end}", os.O_WRONLY | os.O_CREAT), number)
+        exec(compile(text, name, "exec"), {"__name__": "__main__"})
+        sys.exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    open(f"{folder}/{name}.code", "w").write(str(code))
+"""
 
 
 @pytest.fixture(scope="module")
-def processes():
-    commands = {name: ["-c", text] for name, text in SCRIPTS.items()} | {"main": MAIN}
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, *command],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, command in commands.items()
-    }
-    return {name: (*p.communicate(timeout=600), p.returncode) for name, p in started.items()}
+def processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plugin")
+    subprocess.run(
+        [sys.executable, "-c", FORKS, str(folder), json.dumps(SCRIPTS)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "0"},
+        cwd=folder,
+        check=True,
+        timeout=600,
+    )
+
+    def read(name, end):
+        return (folder / f"{name}.{end}").read_text()
+
+    return {name: (read(name, "out"), read(name, "err"), int(read(name, "code"))) for name in SCRIPTS}
 
 
 @pytest.mark.parametrize("how", ["bare", "inside"])
@@ -68,4 +88,5 @@ def test_another_version_of_verl_is_named_and_verl_goes_on(processes):
 def test_a_mistyped_option_stops_main_ppo_with_the_nearest_name(processes):
     _, err, code = processes["main"]
     assert code != 0
-    assert "unknown option of 'rpg-reinforce-urkl' 'hihg'. Did you mean 'high'?" in err
+    assert "ValueError: unknown option of 'rpg-reinforce-urkl' 'hihg'. Did you mean 'high'?" in err
+    assert "Error in call to target" not in err, "hydra's three lines"

@@ -17,6 +17,8 @@ def test_options_are_those_of_a_recipe():
     assert chosen.algorithm.loss.clip.high == 0.3
     assert (chosen.anchor, chosen.reference.every, chosen.needs_reference) == ("every", 5, True)
     assert settings("dapo", {"mismatch": "tis"}).needs_sampler
+    assert settings("rpg-urkl", {"kl_to_go": True, "kl_in_clip": False}).algorithm.loss.kl_to_go
+    assert settings("grpo", {"reference": {"update": "kl", "smoothing": 0}}).reference.smoothing == 0
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,15 @@ def test_options_are_those_of_a_recipe():
         ("grpo", {"reference": {"update": "ema"}}, "update=ema cannot be had inside verl: every, kl, frozen or old"),
         ("grpo", {"reference": {"update": "old"}}, "grpo is another method without its reference"),
         ("grpo", {"reference": {"evry": 3}}, "Did you mean 'every'"),
-        ("grpo", {"reference": {"every": "x"}}, "reference.every must be a positive number; got 'x'"),
+        ("grpo", {"reference": {"every": "x"}}, "reference.every must be a whole number of at least 1; got 'x'"),
+        ("grpo", {"reference": {"every": 0}}, "reference.every must be a whole number of at least 1; got 0"),
+        ("grpo", {"reference": {"every": 2.5}}, "reference.every must be a whole number of at least 1; got 2.5"),
+        ("grpo", {"reference": {"every": True}}, "reference.every must be a whole number of at least 1; got True"),
+        ("grpo", {"reference": {"kl": 0.0}}, "reference.kl must be a positive number; got 0.0"),
+        ("grpo", {"reference": {"smoothing": 5}}, "reference.smoothing must be at least 0 and below 1; got 5"),
+        ("grpo", {"reference": {"decay": 1.0}}, "reference.decay must be at least 0 and below 1; got 1.0"),
+        ("grpo", {"beta": True}, "beta is no switch (true or false); got true"),
+        ("grpo", {"max_log_ratio": True}, "max_log_ratio is no switch (true or false); got true"),
         ("grpo", {"mismatch": "tsi"}, "Did you mean 'tis'"),
         ("dapo", {"reduction": "none"}, "reduction=none leaves no number to differentiate"),
         ("dapo", {"high": "x"}, "cannot have high='x'"),

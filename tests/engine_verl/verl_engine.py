@@ -28,33 +28,40 @@ def environment(**more):
     return os.environ | ON_CPU | {"PYTHONPATH": str(TESTS)} | {k: str(v) for k, v in more.items()}
 
 
-class Job:
-    """``runs``: cases and accumulations; gives as many (loss, gradients, metrics)."""
+SAME = ("theta0", "theta", "theta_ref", "rollout_logp")  # of every Case
 
-    def __init__(self, folder, runs, ranks):
-        self.ranks, self.out = ranks, Path(folder) / f"out-{ranks}"
-        given = Path(folder) / f"in-{ranks}"
-        given.write_bytes(pickle.dumps(runs))
-        with closing(socket.socket()) as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        command = [sys.executable, str(Path(__file__).resolve()), str(given), str(self.out)]
-        shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env=environment(RANK=rank, LOCAL_RANK=rank, **shared),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
+
+def sharing(cases):
+    """The same cases, which take long to make, with what is the same for all made once."""
+    for case in cases[1:]:
+        vars(case).update({name: getattr(cases[0], name) for name in SAME})
+    return cases
+
+
+class Job:
+    """``shapes``: (processes, accumulation). Gives (loss, gradients, metrics) by case and shape, [(i, *shape)]."""
+
+    def __init__(self, folder, cases, shapes):
+        self.out, given = Path(folder) / "out", Path(folder) / "in"
+        given.write_bytes(pickle.dumps((cases, shapes)))
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(given), str(self.out)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def results(self):
-        logs = [p.communicate(timeout=900)[0] for p in self.processes]
-        assert all(p.returncode == 0 for p in self.processes), logs[0][-4000:]
+        log = self.process.communicate(timeout=900)[0]
+        assert self.process.returncode == 0, log[-4000:]
         return pickle.loads(self.out.read_bytes())
+
+
+def free_port():
+    with closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 # ---- in the worker ---------------------------------------------------------------------------------------------------
@@ -85,12 +92,10 @@ def run_config(overrides):
     return config
 
 
-@cache
-def prepared(case_bytes):
-    """A case's settings and actor config, once for all accumulations."""
+def prepared(case):
+    """A case's settings and actor config."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    case = pickle.loads(case_bytes)
     config = run_config(overrides_of(case))
     return case, config, omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
@@ -129,8 +134,16 @@ def advantages_of(case, config):
 
 
 def reference_logp(case):
+    return case.batch.ref_logp_BT if case.has_reference else _reference_logp()
+
+
+@cache
+def _reference_logp():
+    """The same for every case, though none but those with a reference has it in its batch."""
+    from integrations.equivalence import Case
     from rpg.train.reference import batch_logp
 
+    case = Case("reinforce")
     return batch_logp(case.policy(case.theta_ref), case.batch, None)
 
 
@@ -175,15 +188,11 @@ def tensordict(case, config, rows, accumulation):
     return tu.get_tensordict(tensors, plain)
 
 
-def make_engine(case, folder):
+def make_engine(folder):
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    import tiny
-
-    case.model(case.theta).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
     full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     engine = FSDPEngineWithLMHead(
         HFModelConfig(
@@ -200,12 +209,12 @@ def make_engine(case, folder):
     return engine
 
 
-def one(engine, case, accumulation, rank, ranks):
+def one(engine, made, accumulation, rank, ranks):
     import torch
     from verl.utils.metric import Metric
     from verl.workers.utils.losses import ppo_loss
 
-    case, config, actor = prepared(pickle.dumps(case))
+    case, config, actor = made
     data = tensordict(case, config, range(rank, len(case.batch), ranks), accumulation)
     with engine.train_mode():
         engine.optimizer_zero_grad()
@@ -218,19 +227,49 @@ def one(engine, case, accumulation, rank, ranks):
     return float(loss) / ranks, gradients, {name: Metric.aggregate_dp([m[name] for m in metrics]) for name in names}
 
 
-def main(given, out):
+def work(folder, made, rank, ranks, accumulations, port, out):
+    """A rank: all cases through one engine, whose weights never change."""
     import torch
-    import verl  # noqa: F401
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.distributed.init_process_group("gloo")
-    runs = pickle.loads(Path(given).read_bytes())
-    with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(runs[0][0], folder)
-    found = [one(engine, case, accumulation, rank, ranks) for case, accumulation in runs]
+    engine = make_engine(folder)
+    found = {(i, ranks, a): one(engine, x, a, rank, ranks) for a in accumulations for i, x in enumerate(made)}
     if rank == 0:
-        Path(out).write_bytes(pickle.dumps(found))
+        Path(f"{out}-{ranks}").write_bytes(pickle.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+def main(given, out):
+    """Imports and cases once, then a fork for every rank."""
+    import multiprocessing
+
+    import verl
+    import verl.workers.engine.fsdp.transformer_impl  # noqa: F401
+
+    import tiny
+
+    cases, shapes = pickle.loads(Path(given).read_bytes())
+    made = [prepared(case) for case in sharing(cases)]
+    for case, config, _ in made:
+        advantages_of(case, config)  # and with it the batch
+    with tempfile.TemporaryDirectory() as folder:
+        cases[0].model(cases[0].theta).save_pretrained(folder)
+        tiny.tokenizer().save_pretrained(folder)
+        fork, worlds = multiprocessing.get_context("fork"), sorted({ranks for ranks, _ in shapes})
+        ranks = []
+        for size in worlds:
+            shared = (size, [a for r, a in shapes if r == size], free_port(), out)
+            ranks += [fork.Process(target=work, args=(folder, made, rank, *shared)) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(1)
+    parts = [pickle.loads(Path(f"{out}-{size}").read_bytes()) for size in worlds]
+    Path(out).write_bytes(pickle.dumps({key: value for part in parts for key, value in part.items()}))
 
 
 if __name__ == "__main__":

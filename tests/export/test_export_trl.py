@@ -1,14 +1,12 @@
 """rpg export trl: a script with every setting, which trains."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from trl import GRPOTrainer
 
 from rpg.cli import main
 from rpg.export import trl
@@ -59,33 +57,30 @@ def test_every_recipe(name):
     compile(trl.script(config, where, "title"), name, "exec")
 
 
-def test_it_trains(tmp_path, capsys):
+def test_it_trains(tmp_path, capsys, monkeypatch):
     """Two steps of the built-in recipe on a CPU, with the prompts and the learning rate of rpg train."""
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
     assert main(["export", "trl", str(RECIPES["builtin/rpg-urkl.yaml"]), "-o", str(tmp_path / "out"), *flags]) == 0
     script = tmp_path / "out" / "train.py"
     assert f"python {script}" in capsys.readouterr().out
-    spy = (
-        "import runpy, sys; from trl import GRPOTrainer; inner = GRPOTrainer._generate_and_score_completions\n"
-        "def spied(self, inputs):\n"
-        "    out = inner(self, inputs)\n"
-        "    print('IDS', [i[m.bool()].tolist() for i, m in zip(out['prompt_ids'], out['prompt_mask'])], flush=True)\n"
-        "    return out\n"
-        "GRPOTrainer._generate_and_score_completions = spied\n"
-        "runpy.run_path(sys.argv[1], run_name='__main__')"
-    )
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", spy, str(script)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    inner, seen = GRPOTrainer._generate_and_score_completions, []
+
+    def spied(self, inputs):
+        out = inner(self, inputs)
+        pairs = zip(out["prompt_ids"], out["prompt_mask"], strict=True)
+        seen.append([ids_L[mask_L.bool()].tolist() for ids_L, mask_L in pairs])
+        return out
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", spied)
+    names = runpy.run_path(str(script))
+    names["main"]()
+    rates = [float(rate) for rate in re.findall(r"'learning_rate': '?([\d.e-]+)", capsys.readouterr().out)]
     config = build(Config, file=tmp_path / "out" / "recipe.yaml")
     policy = Policy.load("builtin")
-    names = runpy.run_path(str(script))
     want = [encode_prompt(policy, problem, config) for problem in names["TRAIN"]]
-    seen = [eval(line.removeprefix("IDS ")) for line in done.stdout.splitlines() if line.startswith("IDS ")]
     assert len(want) == 8
     assert len(seen) == 2
     assert [ids for batch in seen for ids in batch[::4]] == want  # in the task's order, four responses each
-    rates = [float(rate) for rate in re.findall(r"'learning_rate': '?([\d.e-]+)", done.stdout)]
     assert rates == pytest.approx([learning_rate(config.optim, step, 4) for step in (1, 3)], rel=1e-3)
     assert (tmp_path / "out" / "model-trained" / "model.safetensors").exists()
     before = Policy.load(str(tmp_path / "out" / "model"))
@@ -106,6 +101,11 @@ def test_it_trains(tmp_path, capsys):
         ({"algorithm": "capo"}, "algorithm=capo"),
         ({"algorithm": "remax"}, "algorithm=remax"),
         ({"optim.minibatches": 5}, "optim.minibatches=5"),
+        ({"peft.method": "lora", "peft.options.lora_dropout": "0.1"}, "peft.options.lora_dropout"),
+        (
+            {"rollout.engine": "vllm", "rollout.vllm.tensor_parallel_size": "2"},
+            "tensor_parallel_size=2 does not divide",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(flags, said):
@@ -113,6 +113,16 @@ def test_what_has_no_counterpart_is_refused_by_name(flags, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         trl.script(config)
     assert "\n" not in str(error.value)
+
+
+def test_evaluation_is_that_of_rpg_train_or_none():
+    """rpg train evaluates without top_k, and TRL with that of training."""
+    same = {"eval.temperature": 1.0, "rollout.temperature": 1.0}
+    with_it, without = recipe(**same, **{"rollout.top_k": 20}), recipe(**same)
+    assert trl.fields(without)["eval_on_start"]
+    assert "eval_on_start" not in trl.fields(with_it)
+    assert "eval_dataset=None" in trl.script(with_it)
+    assert "no top_k (rollout.top_k=20): TRL evaluates as it samples" in trl.script(with_it)
 
 
 def test_one_step_on_a_batch_has_every_reference():

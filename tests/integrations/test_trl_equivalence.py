@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("trl")
 
 from integrations.equivalence import same, through_rpg_train
-from integrations.trl_fixed import CASES, label, through_trl
+from integrations.trl_fixed import CASES, LONG, MEASURED, label, through_trl
 
 TESTS = Path(__file__).parent.parent
 
@@ -30,8 +30,21 @@ def test_one_process(case, accumulation):
     same(through_trl(case, accumulation), expected(label(case)))
 
 
+def same_metrics(found, expected):
+    """Means over tokens and maxima do not depend on the cut; quantiles and the like do."""
+    for name in ("entropy", "kl/old", "kl/ref", "clip/low", "clip/high", "ratio/max", "mismatch/kl"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
+
+
+def test_metrics_do_not_depend_on_the_cut():
+    found, whole = {}, {}
+    through_trl(MEASURED, 4, metrics=found)
+    through_trl(MEASURED, 1, metrics=whole)
+    same_metrics(found, whole)
+
+
 def test_two_processes(tmp_path):
-    """DDP on gloo; all cases, with accumulation 1 and 4, in one launch."""
+    """DDP on gloo; all cases, with accumulation 1 and 4, and what else needs two processes, in one launch."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,8 +63,13 @@ def test_two_processes(tmp_path):
     for process in running:
         text = process.communicate(timeout=300)[0]
         assert process.returncode == 0, text
-    ranks = [torch.load(tmp_path / f"rank{rank}") for rank in range(2)]
-    for case in CASES:
-        for accumulation in (1, 4):
-            for found in ranks:
-                same(found[label(case), accumulation], expected(label(case)))
+    alone: dict[str, float] = {}
+    through_trl(MEASURED, 1, metrics=alone)
+    long = through_trl(LONG, 1, overlong=True, overlong_tokens=1)
+    for found in (torch.load(tmp_path / f"rank{rank}") for rank in range(2)):
+        for case in CASES:
+            for accumulation in (1, 4):
+                same(found["steps"][label(case), accumulation], expected(label(case)))
+        same_metrics(found["metrics"], alone)
+        same(found["overlong"], long)
+        assert found["resumed"]

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import warnings
 
+import accelerate
 import pytest
 import torch
 from datasets import Dataset
@@ -20,6 +21,7 @@ from rpg.advantages import Advantage
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.integrations.trl.config import DECIDED
 from rpg.integrations.trl.scores import Scores, total_reward
+from rpg.integrations.trl.trainer import _sharding
 
 OTHER = {
     "loss_type": "grpo",
@@ -88,6 +90,39 @@ def test_sharded_references(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="reference_update=ema with FSDP: the reference's shards cannot be renewed"):
         make(tmp_path, algorithm="grpo", reference_update="ema")
+
+
+@pytest.mark.parametrize("setting", [True, "full_shard"])
+def test_a_model_that_trainer_shards_itself(tmp_path, monkeypatch, setting):
+    """The environment variable is set later, by Trainer."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    with pytest.raises(ValueError, match="reference_update=every with FSDP: the reference's shards cannot be renewed"):
+        make(tmp_path, algorithm="grpo", reference_update="every", fsdp=setting)
+
+
+def test_a_model_that_deepspeed_shards(tmp_path):
+    for stage in (2, 3):
+        args = config(str(tmp_path), algorithm="grpo", reference_update="every")
+        args.deepspeed_plugin = accelerate.DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": stage}})
+        assert _sharding(args) == ("DeepSpeed ZeRO-3" if stage == 3 else None)
+
+
+def test_an_algorithm_given_twice(tmp_path):
+    with pytest.raises(
+        ValueError, match="RPGConfig has algorithm='dapo' and RPGTrainer algorithm='grpo': give it once"
+    ):
+        make(tmp_path, config(str(tmp_path), algorithm="dapo"), algorithm="grpo")
+    with pytest.raises(
+        ValueError, match="RPGConfig has algorithm='dapo' and RPGTrainer algorithm='grpo': give it once"
+    ):
+        make(tmp_path, config(str(tmp_path), algorithm="dapo"), algorithm=rpg.algorithm("grpo"))
+    with pytest.raises(ValueError, match=r"pass objects as RPGTrainer\(algorithm=…\)"):
+        config(str(tmp_path), algorithm=rpg.algorithm("dapo"))
+    args = config(str(tmp_path), per_device_train_batch_size=8)
+    for name in ("dapo", "gspo"):  # settings used again
+        made = make(tmp_path, args, algorithm=name)
+        assert (made.algorithm.name, made.args.algorithm, made.args.to_dict()["algorithm"]) == (name, name, name)
+    assert make(tmp_path, config(str(tmp_path), algorithm="rloo", per_device_train_batch_size=8), "rloo")
 
 
 def test_algorithms_as_objects(tmp_path):

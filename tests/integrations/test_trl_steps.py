@@ -1,5 +1,7 @@
 """What one optimiser step of RPGTrainer is made of, however TRL cuts it: windows, denominators, dropped groups."""
 
+import math
+
 import pytest
 import torch
 
@@ -84,3 +86,13 @@ def test_overlong_responses_are_penalised():
     long = [len(r) == LONGEST for r in case.responses]
     rewards = [r - float(cut) for r, cut in zip(case.rewards, long, strict=True)]
     same(through_trl(case, 1, overlong=True, overlong_tokens=1), through_trl(case, 1, rewards=rewards))
+
+
+def test_what_the_sampler_does_not_know_is_the_trainers():
+    """nan, which vLLM gives where it has no log-probability: there π_old/μ is 1."""
+    case, filled = Case("dapo", {"mismatch": "tis"}), Case("dapo", {"mismatch": "tis"})
+    known = [list(row) for row in case.rollout_logp]
+    old_BT = case.batch.old_logp_BT
+    vars(filled)["rollout_logp"] = [[float(old_BT[i, 0]), *row[1:]] for i, row in enumerate(known)]
+    vars(case)["rollout_logp"] = [[math.nan, *row[1:]] for row in known]
+    same(through_trl(case, 4), through_rpg_train(filled))

@@ -36,6 +36,8 @@ OTHERS = [
     Case("cispo", {"mismatch": "sequence-mask"}),
     Case("reinforce++", {"beta": 0.3}),
 ]
+MEASURED = Case("rpg-reinforce-urkl", reference="frozen")  # whose metrics are looked at
+LONG = Case("dapo")  # with a penalty on responses of full length
 CASES = [*(Case(name) for name in algorithms() if name not in REFUSED), *OTHERS]
 
 
@@ -78,6 +80,7 @@ class Look(TrainerCallback):
         self.step, self.before = step, 0.0
         self.gradients: dict[str, Tensor] = {}
         self.loss = torch.tensor(0.0)
+        self.metrics: dict[str, float] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 < self.step:
@@ -86,6 +89,7 @@ class Look(TrainerCallback):
         named = self.trainer.model.named_parameters()
         self.gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for n, p in named}
         self.loss = self.trainer.accelerator.gather((self.trainer._tr_loss - self.before).reshape(1)).mean()
+        self.metrics = self.trainer._means.result()
         control.should_training_stop = True
 
 
@@ -97,9 +101,13 @@ def through_trl(
     rewards: Sequence[float] | None = None,
     env_mask: list[list[int]] | None = None,
     step: int = 1,
+    metrics: dict[str, float] | None = None,
     **settings: Any,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of an optimiser step, over all processes. ``groups``: those in the dataset."""
+    """The loss and the gradients of an optimiser step, over all processes.
+
+    ``groups``: those in the dataset. ``metrics`` takes the step's.
+    """
     texts = [tiny.text(prompt) for prompt in case.prompts]
     reward_of = {tuple(r): reward for r, reward in zip(case.responses, rewards or case.rewards, strict=True)}
     assert len(reward_of) == len(case.responses)
@@ -152,6 +160,8 @@ def through_trl(
             assert trainer.reference is None
             assert trainer.ref_model is None
         trainer.train()
+    if metrics is not None:
+        metrics |= look.metrics
     return float(look.loss), look.gradients
 
 
@@ -160,7 +170,36 @@ def main(output: str, processes: int) -> None:
     for case, accumulation in itertools.product(CASES, (1, 4)):
         size = GROUPS * SAMPLES // (accumulation * processes)
         found[label(case), accumulation] = through_trl(case, accumulation, per_device_train_batch_size=size)
-    torch.save(found, output)
+    metrics: dict[str, float] = {}
+    through_trl(MEASURED, 4, per_device_train_batch_size=GROUPS * SAMPLES // (4 * processes), metrics=metrics)
+    size = GROUPS * SAMPLES // processes
+    long = through_trl(LONG, 1, per_device_train_batch_size=size, overlong=True, overlong_tokens=1)
+    torch.save({"steps": found, "metrics": metrics, "overlong": long, "resumed": _resumed(output)}, output)
+
+
+def _resumed(folder: str) -> bool:
+    """Whether a training that was stopped in the middle of a generation's use ends in the bits of one that was not."""
+    from integrations.trl_small import Stop, trainer, weights
+
+    def make(name: str, **more: Any) -> RPGTrainer:
+        return trainer(
+            f"{os.path.dirname(folder)}/{name}",
+            algorithm="rpg-urkl",
+            per_device_train_batch_size=4,
+            steps_per_generation=2,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=1,
+            more=more,
+        )
+
+    whole = make("whole")
+    whole.train()
+    make("cut", callbacks=[Stop(3)]).train()
+    again = make("cut")
+    again.train(resume_from_checkpoint=f"{os.path.dirname(folder)}/cut/checkpoint-3")
+    theirs = weights(again.model)
+    return all(torch.equal(x, theirs[name]) for name, x in weights(whole.model).items())
 
 
 if __name__ == "__main__":

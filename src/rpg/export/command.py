@@ -54,16 +54,15 @@ def add_export(commands: Any) -> None:
         add("--gpus", type=_count, default=gpus, metavar="N", help=f"GPUs on each node (default {gpus})")
         add("--nodes", type=_count, default=1, metavar="N", help="nodes (default 1)")
         if name == "verl":
-            add("--settings-only", action="store_true", help="run.sh alone: neither problems nor tokenizer are loaded")
+            add("--settings-only", action="store_true", help="run.sh alone, to read: no problems are loaded")
         add_flags(engine, Config)
         engine.set_defaults(run=run)
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1; got {text}")
+    return int(text)
 
 
 def run_verl(args: argparse.Namespace) -> int:
@@ -127,16 +126,18 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
     from ..train.parts import resolve
     from . import data, verl
     from .files import reward_file
+    from .overrides import FOLDER
 
     start = _start(args, config)
-    at_home, (start, own) = start.model, _own_model(start, verl.FOLDER)
-    where = verl.Where(start, gpus=args.gpus, nodes=args.nodes, chat=config.task.chat is not False)
+    at_home, (start, own) = start.model, _own_model(start, FOLDER)
+    chat, alone = config.task.chat is not False, args.settings_only
+    where = verl.Where(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
     verl.export(config, where)  # what cannot be is refused before anything is loaded
     task_of = config.task
     written: dict[str, list[dict[str, Any]]] = {}
     rewards = ""
     copies: list[Path] = []
-    if not args.settings_only:
+    if not alone:
         task = load_task(task_of.name, config.seed, task_of.test, task_of.prompt_key, task_of.answer_key, look=False)
         dynamic = verl.dynamic(config, resolve(config))
         problems, in_order = data.train_problems(task, config, start.problem, start.steps_left(config), dynamic)
@@ -159,12 +160,14 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
         shutil.copy(copy, folder / copy.name)
     if rewards:
         (folder / "reward.py").write_text(rewards, encoding="utf-8")
-    if own:
+    if own and not alone:
         _copy_model(folder)
     (folder / "run.sh").write_text(script, encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
+    if alone:
+        return [f"wrote run.sh to {folder}: the settings alone, to read; to train, export without --settings-only"]
     sizes = [f"{name} ({len(rows):,} problems)" for name, rows in written.items()]
-    more = [*sizes, *["reward.py"][: bool(rewards)], *(copy.name for copy in copies), *["model"][:own]]
+    more = [*sizes, "reward.py", *(copy.name for copy in copies), *["model"][:own]]
     return _said(folder, [*more, "run.sh"], start, f"bash {shlex.quote(str(folder / 'run.sh'))}")
 
 

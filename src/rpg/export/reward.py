@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,7 @@ from ..tasks.rewards import well_formed
 from ..tasks.scoring import Part
 from ..tasks.tagged import Tagged
 
+GATHER = 0.005  # seconds in which calls that come at about the same time are taken together
 UNIT = 1e-9  # rewards closer than this are equal to ``rpg train`` too
 
 # ---- functions as text -----------------------------------------------------------------------------------------------
@@ -97,10 +101,17 @@ class Written:
     trusted: bool = False
 
 
+Call = tuple[tuple[str, str, str], "Future[dict[str, float]]"]
+
+
 @dataclass
 class Rewards:
     """What ``rpg train`` gives for a response: the weighted sum of the parts, each call in a process of its own, with a
-    deadline. The processes are started at the first call, in whichever worker it is made."""
+    deadline. The processes are started at the first call, in whichever worker it is made.
+
+    A Scorer takes one batch at a time, and engines ask for one response at a time, from many threads: a thread here
+    scores all that wait together, so that the processes, and the calls of an async function, run side by side.
+    """
 
     parts: Sequence[Written]
     here: Path
@@ -110,6 +121,7 @@ class Rewards:
     memory_gb: float = 4.0
     _scorer: Scorer | None = field(default=None, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
+    _waiting: queue.SimpleQueue[Call] = field(default_factory=queue.SimpleQueue, repr=False)
 
     def scorer(self) -> Scorer:
         with self._lock:
@@ -122,12 +134,32 @@ class Rewards:
                     on_error=self.on_error,
                     memory_gb=self.memory_gb,
                 )
+                threading.Thread(target=self._serve, args=(self._scorer,), daemon=True).start()
             return self._scorer
 
     def __call__(self, response: str, answer: str, extra: Mapping[str, Any]) -> dict[str, float]:
         """score: the reward, before an overlong penalty; acc: solved; signal: the score in whole units of 1e-9, so that
         equal rewards compare as equal; the parts of a sum, without their weights."""
-        found = self.scorer().score([(response, with_tag(answer, extra["tag"]), extra["problem"])])
-        score = found.values[0]
-        own = {f"part/{name}": values[0] for name, values in found.parts.items()}
-        return {"score": score, "acc": float(found.solved[0]), "signal": float(round(score / UNIT)), **own}
+        self.scorer()
+        found: Future[dict[str, float]] = Future()
+        self._waiting.put(((response, with_tag(answer, extra["tag"]), extra["problem"]), found))
+        return found.result()
+
+    def _serve(self, scorer: Scorer) -> None:
+        while True:
+            calls = [self._waiting.get()]
+            time.sleep(GATHER)
+            while not self._waiting.empty():
+                calls.append(self._waiting.get())
+            try:
+                found = scorer.score([item for item, _ in calls])
+            except Exception as error:  # each caller has to know
+                for _, call in calls:
+                    call.set_exception(error)
+                continue
+            for i, (_, call) in enumerate(calls):
+                score = found.values[i]
+                own = {f"part/{name}": values[i] for name, values in found.parts.items()}
+                call.set_result(
+                    {"score": score, "acc": float(found.solved[i]), "signal": float(round(score / UNIT)), **own}
+                )

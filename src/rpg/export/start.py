@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..models import BUILTIN
 from ..train import checkpoint
@@ -72,6 +73,23 @@ def _with_adapter(folder: Path) -> Start:
     return Start(str(BUILTIN) if base == "builtin" else base, str(folder))
 
 
+def is_adapter(model: str) -> bool:
+    """Whether the name is a folder of an adapter."""
+    return (Path(model).expanduser() / "adapter_config.json").is_file()
+
+
+def lora_of(folder: str) -> dict[str, Any]:
+    """The settings of the LoRA adapter in a folder, as PEFT wrote them; what verl cannot have is refused."""
+    found: dict[str, Any] = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    kind = str(found.get("peft_type", "")).lower()
+    if kind != "lora":
+        raise ValueError(f"{folder} is a {kind} adapter, which has no counterpart in verl: only lora there")
+    for name in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_dropout"):
+        if found.get(name):
+            raise ValueError(f"{folder}: its adapter has {name}={found[name]}, which has no counterpart in verl")
+    return found
+
+
 def check_reference(start: Start, config: Config, rule: str, engine: str) -> None:
     """A run that goes on needs its reference too; other engines take the model they are given for it."""
     if start.step == 0 or rule == "old" or (rule == "frozen" and start.adapter):
@@ -82,3 +100,11 @@ def check_reference(start: Start, config: Config, rule: str, engine: str) -> Non
         f"reference.update={rule}: {engine} would take the checkpoint of step {start.step} for the reference, which it "
         "is not; give --reference.update old or every (anew from here), or export without --from"
     )
+
+
+def tensor_parallel(config: Config) -> int:
+    """GPUs of each vLLM."""
+    given = config.rollout.vllm.get("tensor_parallel_size", 1)
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"rollout.vllm.tensor_parallel_size must be a whole number, at least 1; got {given!r}")
+    return given

@@ -47,7 +47,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "rollout.top_k": (f"`{R}.top_k`", "`top_k`"),
     "rollout.slots": (f"`{R}.max_num_seqs`", NOT),
     "rollout.old_logp": (
-        "`algorithm.rollout_correction.bypass_mode` for engine, else anew",
+        "`algorithm.rollout_correction.bypass_mode` for engine, else anew; engine with loss.mismatch refused",
         "engine: refused",
     ),
     "rollout.dynamic": (
@@ -59,7 +59,10 @@ ROWS: dict[str, tuple[str, str]] = {
     "rollout.overlong": ("`reward.reward_manager.name` = dapo", "`overlong`"),
     "rollout.overlong_tokens": ("`reward.reward_kwargs`: overlong_buffer_cfg.len", "`overlong_tokens`"),
     "peft.method": (f"`{M}.lora_rank`; lora alone", "the trainer's peft_config"),
-    "peft.options": (f"`{M}.lora_alpha`, `{M}.target_modules`; others refused", "the trainer's peft_config"),
+    "peft.options": (
+        f"`{M}.lora_alpha`, `{M}.target_modules`; others, and lora_dropout other than 0, refused",
+        "the trainer's peft_config",
+    ),
     "optim.name": ("adamw alone", "adamw alone"),
     "optim.lr": (f"`{A}.optim.lr`", "`learning_rate`"),
     "optim.warmup": (f"`{A}.optim.override_optimizer_config`, at each optimiser step", "create_scheduler of train.py"),
@@ -73,7 +76,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "optim.recompute": (f"`{M}.enable_gradient_checkpointing`", "`gradient_checkpointing`"),
     "optim.max_bad_steps": (NOT, NOT),
     "reference.update": (
-        f"`{A}.policy_loss.rpg`: reference.update; `{A}.use_kl_loss`; no ema",
+        f"`{A}.policy_loss.rpg`: reference.update; `{A}.use_kl_loss`; no ema, nor every or kl with LoRA",
         "`reference_update`",
     ),
     "reference.every": (f"`{A}.policy_loss.rpg`: reference.every", "`reference_every` × optimiser steps of a batch"),
@@ -83,7 +86,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "eval.every": (f"`{T}.test_freq`", "`eval_steps`"),
     "eval.problems": (MADE, READ),
     "eval.k": (f"`{R}.val_kwargs.n`", "`num_generations_eval`"),
-    "eval.temperature": (f"`{R}.val_kwargs.temperature`", "no evaluation where it is not the rollout's"),
+    "eval.temperature": (f"`{R}.val_kwargs.temperature`", "no evaluation where it is not the rollout's, or with top_k"),
     "eval.top_p": (f"`{R}.val_kwargs.top_p`", "as eval.temperature"),
     "checkpoint.every": (f"`{T}.save_freq`", "`save_steps`"),
     "checkpoint.keep": (f"`{T}.max_actor_ckpt_to_keep`", "`save_total_limit`"),

@@ -10,7 +10,7 @@ from ..algorithms import Algorithm
 from ..train.config import Config
 from ..train.parts import resolve
 from ..train.reference import rule_of
-from .start import Start, check_reference, fresh
+from .start import Start, check_reference, fresh, tensor_parallel
 
 GPU_TOKENS = 32768  # in one pass, where the recipe does not say
 VLLM = {  # options of vLLM that TRL passes on
@@ -58,7 +58,7 @@ def fields(config: Config, where: Where | None = None) -> dict[str, Any]:
     return {
         **_algorithm(config, chosen),
         **_batches(config, where),
-        **_rollout(config),
+        **_rollout(config, where),
         **_optim(config),
         **_around(config),
     }
@@ -75,6 +75,7 @@ def _refuse(config: Config, chosen: Algorithm, where: Where) -> None:
         "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL computes them anew, or not at all on-policy",
         f"rollout.vllm.{(vllm or [''])[0]}": rollout.engine == "vllm" and vllm and "leave it out",
         f"algorithm={chosen.name}": _unfit(chosen),
+        "peft.options.lora_dropout": config.peft.options.get("lora_dropout") and "it must be 0, as for rpg train",
         f"reference.update={rule}": rule in ("kl", "ema")
         and several
         and "TRL's goes by optimiser steps, of which a batch has several; give --reference.update every",
@@ -130,8 +131,13 @@ def _batches(config: Config, where: Where) -> dict[str, Any]:
     }
 
 
-def _rollout(config: Config) -> dict[str, Any]:
+def _rollout(config: Config, where: Where) -> dict[str, Any]:
     rollout = config.rollout
+    each = tensor_parallel(config) if rollout.engine == "vllm" else 1
+    if where.processes % each:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size={each} does not divide {where.processes} processes: give other --gpus"
+        )
     found: dict[str, Any] = {
         "max_completion_length": rollout.max_new_tokens,
         "temperature": rollout.temperature,
@@ -188,8 +194,9 @@ def _around(config: Config) -> dict[str, Any]:
 
 
 def evaluated(config: Config) -> bool:
-    """TRL evaluates with the sampling of training alone."""
-    return (config.eval.temperature, config.eval.top_p) == (config.rollout.temperature, config.rollout.top_p)
+    """TRL evaluates with the sampling of training alone; rpg train does without top_k."""
+    same = (config.eval.temperature, config.eval.top_p) == (config.rollout.temperature, config.rollout.top_p)
+    return same and config.rollout.top_k == 0
 
 
 def left_out(config: Config, where: Where) -> Iterator[str]:
@@ -210,6 +217,8 @@ def left_out(config: Config, where: Where) -> Iterator[str]:
         yield f"optim.weight_decay={optim.weight_decay:g}: TRL's is on embeddings too"
     if not evaluated(config):
         how = f"eval.temperature={config.eval.temperature:g}, eval.top_p={config.eval.top_p:g}"
+        if config.rollout.top_k:
+            how += f" and no top_k (rollout.top_k={config.rollout.top_k})"
         yield f"{how}: TRL evaluates as it samples; use rpg eval on the checkpoints"
     else:
         yield "evaluation: TRL reports the mean reward; rpg eval on the checkpoints gives mean@k and pass@k"

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..algorithms import Algorithm
 from ..integrations.verl.settings import AGG_MODES, PREFIX, settings
+from ..models.adapters import DEFAULTS
 from ..train.config import Config
 from ..train.parts import resolve
 from ..train.reference import rule_of
 from .data import PLAIN
-from .start import Start, check_reference, fresh
+from .overrides import FOLDER, HERE, quoted, text
+from .start import Start, check_reference, fresh, is_adapter, lora_of, tensor_parallel
 
 PROGRAM = ("python", "-m", "verl.trainer.main_ppo")
 LOSS = "actor_rollout_ref.actor.policy_loss"
-FOLDER = "$FOLDER"  # of the files that are written, in run.sh
 GPU_TOKENS = 32768  # in one pass of training, where the recipe does not say
 ENDLESS_EPOCHS = 1_000_000  # the steps end the run
-SAFE = re.compile(r"(?!(?:true|false|null|nan|inf|yes|no|on|off)$)[A-Za-z_/.$][\w/.$+-]*", re.IGNORECASE)
-NAME = re.compile(r"rpg:[\w+-]+")
 VLLM = {  # options of vLLM that verl sets itself
     "gpu_memory_utilization": "gpu_memory_utilization",
     "tensor_parallel_size": "tensor_model_parallel_size",
+    "max_model_len": "max_model_len",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "max_num_seqs": "max_num_seqs",
     "enforce_eager": "enforce_eager",
     "enable_prefix_caching": "enable_prefix_caching",
     "enable_chunked_prefill": "enable_chunked_prefill",
 }
+LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Where:
     chat: bool = True  # prompts go through the model's chat template
     in_order: bool = False  # the problems are written in the task's order
     tests: Sequence[str] = ("test.parquet",)  # files of the test sets
+    settings_only: bool = False  # neither problems nor tokenizer were looked at: the last four are guesses
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def export(config: Config, where: Where | None = None) -> Export:
     chosen = resolve(config)
     rule = rule_of(chosen, config.reference)
     _refuse(config, chosen)
+    _refuse_adapter(config, where.start, rule)
     check_reference(where.start, config, rule, "verl")
     found = {
         **_data(config, where),
@@ -95,13 +96,35 @@ def _refuse(config: Config, chosen: Algorithm) -> None:
     for name in config.model_options:
         if name != "trust_remote_code":
             raise ValueError(f"model_options.{name} has no counterpart in verl: give --model a folder that holds it")
-    for name in config.peft.options:
-        if name not in ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"):
-            raise ValueError(f"peft.options.{name} has no counterpart in verl: leave it out")
     try:
-        settings(chosen.name, _options(config, chosen))
+        made = settings(chosen.name, _options(config, chosen))
     except ValueError as error:
         raise ValueError(f"algorithm={chosen.name} has no counterpart in verl: {error}") from error
+    if rollout.old_logp == "engine" and made.needs_sampler:
+        raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to compare with: give one of them")
+
+
+def _refuse_adapter(config: Config, start: Start, rule: str) -> None:
+    """verl's reference beside an adapter is the model without it."""
+    for name, value in config.peft.options.items():
+        if name not in LORA:
+            raise ValueError(f"peft.options.{name} has no counterpart in verl: leave it out")
+        if name == "lora_dropout" and value:
+            raise ValueError(f"peft.options.lora_dropout={value} has no counterpart in verl: it must be 0")
+        if start.adapter and name != "target_modules" and (own := lora_of(start.adapter).get(name)) != value:
+            raise ValueError(f"peft.options.{name} is {value}, but {start.adapter} was made with {own}")
+    if config.peft.method is None and start.adapter is None:
+        return
+    if rule in ("every", "kl"):
+        raise ValueError(
+            f"reference.update={rule} with LoRA has no counterpart in verl, whose reference is the model without its "
+            "adapter: give --reference.update frozen or old, or train all weights"
+        )
+    if rule == "frozen" and ((start.adapter and not start.step) or is_adapter(config.model)):
+        raise ValueError(
+            f"reference.update=frozen: verl's reference would be {start.model} without the adapter of {config.model}: "
+            "give --reference.update old, or merge the adapter into a model first"
+        )
 
 
 # ---- section by section ----------------------------------------------------------------------------------------------
@@ -136,15 +159,15 @@ def _model(config: Config, where: Where) -> dict[str, Any]:
     if config.model_options.get("trust_remote_code"):
         found |= {f"{prefix}.trust_remote_code": True, "data.trust_remote_code": True}
     found[f"{prefix}.enable_gradient_checkpointing"] = config.optim.recompute is not False
-    if config.peft.method is not None:
-        given = config.peft.options
+    if config.peft.method is not None or start.adapter is not None:
+        given = DEFAULTS["lora"] | config.peft.options if start.adapter is None else lora_of(start.adapter)
         found |= {
-            f"{prefix}.lora_rank": given.get("r", 16),
-            f"{prefix}.lora_alpha": given.get("lora_alpha", 32),
-            f"{prefix}.target_modules": given.get("target_modules", "all-linear"),
+            f"{prefix}.lora_rank": given["r"],
+            f"{prefix}.lora_alpha": given["lora_alpha"],
+            f"{prefix}.target_modules": given["target_modules"],
             "actor_rollout_ref.rollout.load_format": "safetensors",
         }
-        if "exclude_modules" in given:
+        if given.get("exclude_modules"):
             found[f"{prefix}.exclude_modules"] = given["exclude_modules"]
     if start.adapter is not None:
         found[f"{prefix}.lora_adapter_path"] = start.adapter
@@ -262,6 +285,12 @@ def _batches(config: Config, where: Where) -> dict[str, Any]:
 
 def _rollout(config: Config, where: Where) -> dict[str, Any]:
     rollout, evaluation, prefix = config.rollout, config.eval, "actor_rollout_ref.rollout"
+    each = tensor_parallel(config)
+    if where.gpus * where.nodes % each or max(each, where.gpus) % min(each, where.gpus):
+        nodes = f" on each of {where.nodes} nodes" if where.nodes > 1 else ""
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size={each} does not divide {where.gpus} GPUs{nodes}: give other --gpus"
+        )
     found: dict[str, Any] = {
         f"{prefix}.name": "vllm",
         f"{prefix}.n": rollout.samples,
@@ -363,45 +392,26 @@ def left_out(config: Config, chosen: Algorithm, where: Where) -> Iterator[str]:
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
 
-
-def text(value: Any) -> str:
-    """A value as hydra reads it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        if SAFE.fullmatch(value) or NAME.fullmatch(value):
-            return value
-        escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
-        return f"'{escaped}'"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{text(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(text, value)) + "]"
-    return repr(value)
+ONLY_SETTINGS = """\
+# --settings-only: to read, not to run. Without the problems and the tokenizer nobody knew data.val_files, data.shuffle,
+# data.max_prompt_length and the chat template; train.parquet, the test sets and reward.py are not here.
+echo "$0 has the settings alone: export without --settings-only to train" >&2
+exit 1
+"""
 
 
 def run_sh(config: Config, where: Where, title: str) -> str:
-    """The script: its own folder in $FOLDER, one setting a line."""
+    """The script: one setting a line."""
     made = export(config, where)
     said = "".join(f"#   {line}\n" for line in made.left_out)
-    lines = " \\\n  ".join(_quoted(f"{name}={text(value)}") for name, value in made.settings.items())
+    lines = " \\\n  ".join(quoted(f"{name}={text(value)}") for name, value in made.settings.items())
     began = f"# From the {where.start.where}.\n" if where.start.where else ""
     return f"""#!/usr/bin/env bash
 # {title}
 {began}# Written by rpg export verl. Every node needs rpg and verl, and has to see this folder.
 # Not carried over:
-{said}set -euo pipefail
-FOLDER="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
-exec {" ".join(PROGRAM)} \\
+{said}{ONLY_SETTINGS if where.settings_only else ""}set -euo pipefail
+{HERE}exec {" ".join(PROGRAM)} \\
   {lines} \\
   "$@"
 """
-
-
-def _quoted(argument: str) -> str:
-    if FOLDER not in argument:
-        return shlex.quote(argument)
-    before = re.sub(r'(["\\`])', r"\\\1", argument)
-    return '"' + re.sub(r"\$(?!FOLDER)", r"\\$", before) + '"'

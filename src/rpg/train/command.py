@@ -107,7 +107,9 @@ def _closing(summary: dict[str, Any], config: Config) -> str:
         best = f"best {found['best']:.1%} at step {found['best_step']}"
         lines.append(f"{task} {found['metric']}: {found['first']:.1%} → {found['last']:.1%} {interval}, {best}")
     minutes, seconds = divmod(round(summary["seconds"]), 60)
-    lines.append(f"{summary['step']} steps in {minutes}:{seconds:02d}, {summary['peak_memory_gb']:.2f} GB at most")
+    on_gpu = summary["peak_gpu_memory_gb"]
+    memory = f"{summary['peak_memory_gb']:.2f} GB" if on_gpu is None else f"{on_gpu:.1f} GB of the GPU's memory"
+    lines.append(f"{summary['step']} steps in {minutes}:{seconds:02d}, {memory} at most")
     page = Path(config.output) / "report.html"
     lines.append(f"{page if config.log.report else config.output}")
     return "\n".join(lines)

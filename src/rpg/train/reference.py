@@ -35,6 +35,40 @@ def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
     return config.update
 
 
+class Renewal:
+    """When a copy is renewed: every K steps, or when the moving average of the KL per token from it passes a target."""
+
+    def __init__(self, rule: str, config: ReferenceConfig):
+        self.rule, self.config = rule, config
+        self.average_kl = 0.0
+        self.renewals = 0
+        self.updates = 0  # counted here where the caller does not count
+
+    def due(self, step: int | None, kl: float | None) -> bool:
+        """After a step. ``kl``: per token, current policy from reference; None where it was not measured."""
+        if step is None:
+            self.updates += 1
+            step = self.updates
+        if self.rule == "every":
+            return step % self.config.every == 0
+        past = self.config.smoothing
+        if kl is not None:
+            self.average_kl = past * self.average_kl + (1 - past) * kl
+        return self.average_kl > self.config.kl
+
+    def renewed(self) -> None:
+        self.average_kl = 0.0
+        self.renewals += 1
+
+    def state(self) -> dict[str, Any]:
+        own = {"average_kl": self.average_kl, "renewals": self.renewals}
+        return own | {"updates": self.updates} if self.updates else own
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.average_kl, self.renewals = state["average_kl"], state["renewals"]
+        self.updates = state.get("updates", 0)
+
+
 class Reference:
     """``policy`` is None where the reference is the sampling policy: no second model is held.
 
@@ -55,8 +89,7 @@ class Reference:
         self.rule, self.config, self.world = rule, config, world
         self.policy: Policy | None = None
         self.adapter: dict[str, Tensor] | None = None
-        self.average_kl = 0.0  # moving average of the KL per token from the reference
-        self.renewals = 0
+        self.renewal = Renewal(rule, config)
         if rule != "old" and policy.adapted:
             self.policy = policy
             if rule != "frozen" or not policy.fresh:
@@ -93,18 +126,19 @@ class Reference:
         if self.rule == "ema":
             self._blend(policy, 1 - self.config.decay)
             return True
-        if self.rule == "kl":
-            past = self.config.smoothing
-            if kl is not None:
-                self.average_kl = past * self.average_kl + (1 - past) * kl
-            due = self.average_kl > self.config.kl
-        else:
-            due = step % self.config.every == 0
+        due = self.renewal.due(step, kl)
         if due:
             self._blend(policy, 1.0)
-            self.average_kl = 0.0
-            self.renewals += 1
+            self.renewal.renewed()
         return due
+
+    @property
+    def average_kl(self) -> float:
+        return self.renewal.average_kl
+
+    @property
+    def renewals(self) -> int:
+        return self.renewal.renewals
 
     def _blend(self, policy: Policy, share: float) -> None:
         for (name, held), other in zip(self._weights().items(), _weights(policy).values(), strict=True):
@@ -131,11 +165,11 @@ class Reference:
 
     def state(self) -> dict[str, Any]:
         held = bool(self._weights())
-        return {"rule": self.rule, "average_kl": self.average_kl, "renewals": self.renewals, "held": held}
+        return {"rule": self.rule, **self.renewal.state(), "held": held}
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """``tensors``: nothing where the state says that none are held."""
-        self.average_kl, self.renewals = state["average_kl"], state["renewals"]
+        self.renewal.load(state)
         if self.policy is None:
             return
         if not state["held"]:
@@ -160,10 +194,10 @@ def _take(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 def _weights(policy: Policy) -> dict[str, Tensor]:
     """What a reference has a copy of."""
-    return adapters.weights(policy.model) if policy.adapted else _floating(policy.model)
+    return adapters.weights(policy.model) if policy.adapted else floating(policy.model)
 
 
-def _floating(model: torch.nn.Module) -> dict[str, Tensor]:
+def floating(model: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, tied ones once."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: x.detach() for name, x in named if x.is_floating_point()}

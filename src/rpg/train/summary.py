@@ -35,6 +35,7 @@ def summarise(run: Trainer, status: str, message: str) -> dict[str, Any]:
         "seconds": run.seconds(),
         "tokens_total": run.tokens_total,
         "peak_memory_gb": peak_memory_gb(),
+        "peak_gpu_memory_gb": gpu_peak_memory_gb(run.policy.device),
         "reward_failures": run.collector.cursor.failures,
         "eval": {},
         "versions": {
@@ -72,8 +73,10 @@ def peak_memory_gb() -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def gpu_peak_memory_gb(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    found = {"memory/peak_gb": peak_memory_gb()}
-    if device.type == "cuda":
-        found["memory/gpu_peak_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
-    return found
+    found = {"memory/peak_gb": peak_memory_gb(), "memory/gpu_peak_gb": gpu_peak_memory_gb(device)}
+    return {name: value for name, value in found.items() if value is not None}

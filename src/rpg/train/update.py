@@ -42,19 +42,27 @@ class Means:
 
     def add(self, metrics: dict[str, Tensor]) -> None:
         names = [name for name in metrics if name not in NO_MEAN]
-        tokens, *values = torch.stack([metrics["tokens"], *(metrics[name].float() for name in names)]).tolist()
-        for name, value in zip(names, values, strict=True):
-            if not math.isfinite(value):
-                continue
-            if name in LARGEST:
-                self.sums[name] = max(self.sums.get(name, -math.inf), value)
-                self.weights[name] = 1.0
-            else:
-                self.sums[name] = self.sums.get(name, 0.0) + value * tokens
-                self.weights[name] = self.weights.get(name, 0.0) + tokens
+        row = torch.stack([metrics["tokens"].float(), *(metrics[name].float() for name in names)])
+        for tokens, *values in self._rows(row):
+            for name, value in zip(names, values, strict=True):
+                self._add(name, value, tokens)
+
+    def _rows(self, row: Tensor) -> list[list[float]]:
+        """What is added: tokens and values, of one part or of several."""
+        return [row.tolist()]
+
+    def _add(self, name: str, value: float, tokens: float) -> None:
+        if not math.isfinite(value):
+            return
+        if name in LARGEST:
+            self.sums[name] = max(self.sums.get(name, -math.inf), value)
+            self.weights[name] = 1.0
+        else:
+            self.sums[name] = self.sums.get(name, 0.0) + value * tokens
+            self.weights[name] = self.weights.get(name, 0.0) + tokens
 
     def result(self) -> dict[str, float]:
-        return {name: total / self.weights[name] for name, total in self.sums.items()}
+        return {name: total / self.weights[name] for name, total in self.sums.items() if self.weights[name]}
 
 
 class Updater:

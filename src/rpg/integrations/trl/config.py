@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from ...names import one_of
 from ...train.config import ReferenceConfig
 
+DEFAULT = "rpg-reinforce-urkl"
 UPDATES = ("auto", "old", "every", "kl", "ema", "frozen")
 _MISMATCH = 'loss={"mismatch": "tis"} (or icepop, mis), which corrects for the sampler'
 _ENTROPY = "its default: no method of rpg has an entropy term"
@@ -52,10 +53,9 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
     """GRPOConfig with the algorithm; everything else as in TRL."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "loss"]
+    named = DEFAULT  # a value of ``algorithm`` that no user has set: the default, or a trainer's
 
-    algorithm: str = field(
-        default="rpg-reinforce-urkl", metadata={"help": "Name of a preset: `rpg algorithms` lists them."}
-    )
+    algorithm: str = field(default=DEFAULT, metadata={"help": "Name of a preset: `rpg algorithms` lists them."})
     loss: dict[str, Any] | str | None = field(
         default_factory=dict, metadata={"help": 'Options of the preset, as in recipes: {"beta": 1e-3}.'}
     )
@@ -86,6 +86,8 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.algorithm, str):
+            raise ValueError("algorithm of RPGConfig is a preset's name: pass objects as RPGTrainer(algorithm=…)")
         self.loss = {} if self.loss is None else self.loss
         if not isinstance(self.loss, dict):
             raise ValueError(f'loss must be the options of the preset, as in {{"beta": 1e-3}}; got {self.loss!r}')

@@ -1,15 +1,16 @@
 """The policy that anchors the KL term inside TRL: a copy of what is trained, renewed by a rule, in every checkpoint.
 
 The rules are those of ``rpg train`` (train/reference.py), counted in optimiser steps. TRL computes the reference's
-log-probabilities when it generates: a copy that is due is therefore renewed just before the next generation, so that
-all optimiser steps on a generation have the same reference.
+log-probabilities when it generates: a copy that is due is therefore renewed before the next generation that begins an
+optimiser step, so that all of the responses of an optimiser step have the same reference.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,21 @@ from torch import Tensor, nn
 from ...models import adapters
 from ...train.config import ReferenceConfig
 from ...train.optim import HALF
+from ...train.reference import AVERAGE, Renewal, floating
 
 TENSORS, STATE = "rpg_reference.safetensors", "rpg_reference.json"
-AVERAGE = "average/"  # in front of the names of averages in the file
 
 
 class Reference:
-    """``scorer`` is what TRL calls for the reference's log-probabilities; None: the model with its adapter off."""
+    """``scorer`` is what TRL calls for the reference's log-probabilities.
+
+    Where an adapter is trained, it is the trained model with the weights in ``adapter``, or with its adapter off.
+    """
 
     def __init__(self, model: nn.Module, rule: str, config: ReferenceConfig, adapted: bool):
         self.rule, self.config, self.model, self.adapted = rule, config, model, adapted
-        self.average_kl = 0.0  # moving average of the KL per token from the reference
-        self.renewals = 0
-        self.due = False  # to be renewed before the next generation
+        self.renewal = Renewal(rule, config)
+        self.due = False  # to be renewed before the next generation that begins an optimiser step
         self.copy: nn.Module | None = None
         self.adapter: dict[str, Tensor] | None = None
         if not adapted:
@@ -44,17 +47,18 @@ class Reference:
 
     @property
     def scorer(self) -> Any:
-        return self.copy if self.adapter is None else self._swapped
+        return self._adapted if self.copy is None else self.copy
 
     def prepare(self, prepared: Callable[[nn.Module], nn.Module]) -> Any:
         """The scorer as accelerate wants it."""
         return self.scorer if self.copy is None else prepared(self.copy)
 
-    def _swapped(self, **inputs: Any) -> Any:
-        """The trained model with the reference's adapter in the place of its own."""
-        assert self.adapter is not None
-        with adapters.swapped_in(self.model, self.adapter):
-            return self.model(**inputs)
+    def _adapted(self, **inputs: Any) -> Any:
+        """The trained model with the reference's adapter in the place of its own, or with none; without dropout."""
+        model: Any = self.model
+        other = model.disable_adapter() if self.adapter is None else adapters.swapped_in(model, self.adapter)
+        with other, evaluating(model):
+            return model(**inputs)
 
     @torch.no_grad()
     def after_step(self, step: int, kl: float | None, generates_next: bool) -> bool:
@@ -64,18 +68,12 @@ class Reference:
         if self.rule == "ema":
             self._blend(1 - self.config.decay)
             return True
-        if self.rule == "every":
-            self.due |= step % self.config.every == 0
-        else:
-            past = self.config.smoothing
-            if kl is not None:
-                self.average_kl = past * self.average_kl + (1 - past) * kl
-            self.due |= self.average_kl > self.config.kl
+        self.due |= self.renewal.due(step, kl)
         if not (self.due and generates_next):
             return False
         self._blend(1.0)
-        self.average_kl, self.due = 0.0, False
-        self.renewals += 1
+        self.renewal.renewed()
+        self.due = False
         return True
 
     def _blend(self, share: float) -> None:
@@ -99,8 +97,8 @@ class Reference:
         tensors = self.weights() | {AVERAGE + name: x for name, x in self.averages.items()}
         if tensors:
             save_file({name: x.contiguous() for name, x in tensors.items()}, folder / TENSORS)
-        state = {"rule": self.rule, "average_kl": self.average_kl, "renewals": self.renewals, "due": self.due}
-        (folder / STATE).write_text(json.dumps(state | {"held": bool(tensors)}), encoding="utf-8")
+        state = {"rule": self.rule, **self.renewal.state(), "due": self.due, "held": bool(tensors)}
+        (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -111,8 +109,12 @@ class Reference:
             )
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if state["rule"] != self.rule:
-            raise ValueError(f"{folder} was trained with reference_update={state['rule']}; this run has {self.rule}")
-        self.average_kl, self.renewals, self.due = state["average_kl"], state["renewals"], state["due"]
+            raise ValueError(
+                f"{folder} was trained with reference_update={state['rule']}, this run has {self.rule}: set "
+                f"reference_update={state['rule']} to resume; to change it, give {folder} as the model of a new run"
+            )
+        self.renewal.load(state)
+        self.due = state["due"]
         if not state["held"]:
             self.adapter = None  # the adapter began as nothing, in the process that began the run
             return
@@ -125,10 +127,16 @@ class Reference:
             own.copy_(tensors[AVERAGE + name])
 
 
-def floating(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, tied ones once."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: x.detach() for name, x in named if x.is_floating_point()}
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within, no dropout."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def began_as_nothing(model: nn.Module) -> bool:

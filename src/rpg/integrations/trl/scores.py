@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...advantages import Advantage
 
-SAME = 1e-9  # rewards of a group no further apart tell its responses not apart
+SAME = 1e-6  # rewards of a group no further apart are equal: a sum of several is no more exact in float32
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,12 @@ class Scores:
     ) -> tuple[Tensor, Tensor]:
         """[N] or [N,T], and [N]: true for what is trained on. What is not has no part in any baseline or mean.
 
-        Left out are responses without a reward and, if ``dynamic``, groups whose rewards are all equal: a penalty on
-        length alone is nothing to learn.
+        Left out are responses without a reward, without a token in ``mask`` and, if ``dynamic``, groups whose rewards
+        are all equal: a penalty on length alone is nothing to learn.
         """
         keep_N = ~self.reward_N.isnan()
+        if mask is not None:
+            keep_N = keep_N & mask.any(-1)
         if dynamic:
             keep_N = keep_N & self._informative(keep_N)
         if rule.kind == "leave-one-out":

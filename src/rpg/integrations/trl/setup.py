@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ...advantages import Advantage
@@ -17,7 +18,18 @@ AlgorithmLike = Algorithm | PolicyLoss | str | None
 
 
 def resolve(args: RPGConfig, given: AlgorithmLike) -> Algorithm:
-    """The trainer's ``algorithm``, or the config's. Dr.GRPO's constant is max_completion_length unless it is given."""
+    """The trainer's ``algorithm``, or the config's, which is told its name."""
+    made = _resolved(args, given)
+    if given is not None and args.algorithm not in (made.name, args.named):
+        raise ValueError(
+            f"RPGConfig has algorithm={args.algorithm!r} and RPGTrainer algorithm={made.name!r}: give it once"
+        )
+    args.algorithm = args.named = made.name
+    return made
+
+
+def _resolved(args: RPGConfig, given: AlgorithmLike) -> Algorithm:
+    """Dr.GRPO's constant is max_completion_length unless it is given."""
     if isinstance(given, (Algorithm, PolicyLoss)):
         if args.loss:
             raise ValueError(
@@ -81,6 +93,12 @@ def overlong(made: Algorithm, args: RPGConfig) -> bool:
 
 def dynamic(made: Algorithm, args: RPGConfig) -> bool:
     return bool(made.dynamic_sampling if args.dynamic is None else args.dynamic)
+
+
+def paper(made: Algorithm) -> dict[str, str]:
+    """Where the method was published, for TRL's model card; nothing where that is not on arXiv."""
+    found = re.fullmatch(r"arXiv (\d{4}\.\d{5})", made.paper)
+    return {"title": made.paper, "id": found[1]} if found else {}
 
 
 def messages(made: Algorithm, args: RPGConfig, rule: str) -> Iterator[str]:

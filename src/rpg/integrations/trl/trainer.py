@@ -7,7 +7,7 @@ step, since a loss is divided by what the whole step holds), and what a checkpoi
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections import deque
 from pathlib import Path
@@ -25,11 +25,12 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, get_c
 
 from ...advantages import soft_overlong_penalty
 from ...train.reference import rule_of
+from . import resume
 from .config import RPGConfig
 from .metrics import StepMeans
 from .reference import Reference
 from .scores import Scores, total_reward
-from .setup import AlgorithmLike, dynamic, messages, overlong, refuse, resolve
+from .setup import AlgorithmLike, dynamic, messages, overlong, paper, refuse, resolve
 from .window import Window
 
 logger = get_logger(__name__)
@@ -47,18 +48,12 @@ SEEN = (
     "mm_token_type_ids",
     "image_position_ids",
 )
-PROGRESS = "rpg_progress.json"
 
 
 class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer with any method of rpg: a preset's name, an Algorithm or a PolicyLoss. Other arguments are TRL's."""
 
     _tag_names = ("trl", "rpg")
-    _name = "RPG"
-    _paper = {  # noqa: RUF012
-        "title": "On the Design of KL-Regularized Policy Gradient Algorithms for LLM Reasoning",
-        "id": "2505.17508",
-    }
 
     def __init__(
         self,
@@ -75,6 +70,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         if not isinstance(args, RPGConfig):
             raise TypeError(f"args must be an rpg.integrations.trl.RPGConfig; got {type(args).__name__}")
         self.algorithm = resolve(args, algorithm)
+        self._name, self._paper = self.algorithm.name, paper(self.algorithm)  # of the model card
         refuse(self.algorithm, args, args.use_vllm or named.get("rollout_func") is not None)
         rule = rule_of(self.algorithm, args.reference)
         sharded = _sharding(args)
@@ -94,6 +90,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             self.ref_model = self.reference.prepare(self._prepare_reference)
         self._dynamic, self._overlong = dynamic(self.algorithm, args), overlong(self.algorithm, args)
         self._window: Window | None = None
+        self._sampler: Any = None
         self._means = StepMeans(self.accelerator)
         self._scored: tuple[Tensor, list[int]] | None = None  # rewards of all processes, lengths of this one's
         self.add_callback(_Steps(self))
@@ -183,7 +180,11 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
     # ---- the optimiser step ------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **named: Any) -> Any:
+        """An optimiser step begins. Trainer makes none of an iterable dataset's last micro-batches, if they are too
+        few: nothing of them is left for the next."""
         found = super().get_batch_samples(*args, **named)
+        self.model_wrapped.zero_grad()
+        self._means.take()
         self._window = Window(self._step, found[0])
         return found
 
@@ -194,7 +195,10 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             return batch
         window = self._window
         if window is None or not window.holds(self._step):
-            window = self._window = Window(self._step, [generation_batch])
+            raise RuntimeError(
+                "a micro-batch of no optimiser step: RPGTrainer divides by what the whole step holds, which "
+                "Trainer.get_batch_samples tells it; train with trainer.train()"
+            )
         if not window.micro_batches:
             for step, batch in window:
                 self._step: int = step  # TRL's count of micro-batches
@@ -265,17 +269,22 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _before_optimizer(self) -> None:
         """A step on nothing would still move weights, by momentum and decay; without gradients it does not."""
-        if self._window is not None and not self._window.denominator and not self.aux_loss_enabled:
-            logger.warning(f"step {self.state.global_step + 1}: no group had unequal rewards; nothing learnt")
-            if not self.is_deepspeed_enabled:
-                self.model.zero_grad(set_to_none=True)
+        window = self._window
+        if window is None or window.denominator or self.aux_loss_enabled:
+            return
+        equal = self._dynamic and any(bool(_mask(batch).any()) for batch in window.micro_batches)
+        why = "no group had unequal rewards" if equal else "no response is left to train on"
+        logger.warning(f"step {self.state.global_step + 1}: {why}; nothing learnt")
+        if not self.is_deepspeed_enabled:
+            self.model.zero_grad(set_to_none=True)
 
     def _after_optimizer(self) -> None:
         found = self._means.take()
         if self.reference is not None:
-            cycle = self.args.steps_per_generation * self.num_iterations
-            renewed = self.reference.after_step(self.state.global_step, found.get("kl/ref"), self._step % cycle == 0)
-            found |= {"reference/updated": float(renewed), "reference/renewals": float(self.reference.renewals)}
+            generates = self._step % resume.cycle(self) == 0
+            renewed = self.reference.after_step(self.state.global_step, found.get("kl/ref"), generates)
+            renewals = self.reference.renewal.renewals
+            found |= {"reference/updated": float(renewed), "reference/renewals": float(renewals)}
         self._log(found, "train")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -285,18 +294,10 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if not self.args.save_only_model:
             folder.mkdir(parents=True, exist_ok=True)
-            cycle = self.args.steps_per_generation * self.num_iterations
-            if self._step % cycle:  # responses that optimiser steps are still to be made on
-                torch.save(self._buffered_inputs, folder / self._rollouts_name())
-            if self.args.should_save:
-                state = {"micro_steps": self._step, "processes": self.accelerator.num_processes}
-                (folder / PROGRESS).write_text(json.dumps(state), encoding="utf-8")
-                if self.reference is not None:
-                    self.reference.save(folder)
+            resume.save(self, folder)
+            if self.args.should_save and self.reference is not None:
+                self.reference.save(folder)
         super()._save_checkpoint(model, trial)
-
-    def _rollouts_name(self) -> str:
-        return f"rpg_rollouts_{self.accelerator.process_index}.pt"
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -305,22 +306,29 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         folder = Path(checkpoint)
         if self.reference is not None:
             self.reference.load(folder)
-            self.ref_model = self.ref_model if self.reference.copy is not None else self.reference.scorer
-        if not (folder / PROGRESS).exists() or self.args.ignore_data_skip:
-            return
-        state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-        rollouts = folder / self._rollouts_name()
-        if state["processes"] == self.accelerator.num_processes:
-            self._step = state["micro_steps"]
-            if rollouts.exists():
-                self._buffered_inputs = torch.load(rollouts, map_location=self.accelerator.device, weights_only=True)
+        if (warning := resume.load(self, folder)) is not None:
+            logger.warning(warning)
+
+    def _get_train_sampler(self, *args: Any, **named: Any) -> Any:
+        self._sampler = super()._get_train_sampler(*args, **named)
+        return self._sampler
+
+    def _replay(self, micro_batches: int) -> None:
+        """TRL shuffles every epoch with one generator: a resumed run draws again for those that are over."""
+        steps = max(1, math.ceil(micro_batches / self.args.gradient_accumulation_steps))
+        for _ in range(self.state.global_step // steps):
+            next(iter(self._sampler), None)
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]
-    """Tells the trainer when an optimiser step begins and ends."""
+    """Tells the trainer when the training begins, and when an optimiser step is made."""
 
     def __init__(self, trainer: RPGTrainer):
         self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+        if self.trainer._sampler is not None:
+            self.trainer._replay(len(train_dataloader))
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.trainer._before_optimizer()
@@ -345,4 +353,5 @@ def _sharding(args: RPGConfig) -> str | None:
     """What cuts the model's weights into pieces, if anything does."""
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3"
-    return "FSDP" if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else None
+    wanted = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return "FSDP" if wanted else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...advantages import KINDS, Advantage, batch_whitening, reward_to_go
+from ...advantages import KINDS, Advantage, Groups, batch_whitening
 from ...algorithms import algorithm, algorithms
 
+logger = logging.getLogger("rpg.integrations.verl")
+
 Estimator = Callable[..., tuple[Tensor, Tensor]]
+FILLER = "pad"  # verl's V1 fills batches up with empty responses: no prompt's, each with this before its uid
+BY_GROUP = ("group-mean", "group-mean-std", "leave-one-out")
 GREEDY = "greedy-baseline"  # verl computes the greedy response's reward for its own "remax" alone
 
 
@@ -24,7 +29,10 @@ def estimators() -> dict[str, Advantage]:
 
 
 def estimator(rule: Advantage) -> Estimator:
-    """A function for verl's register_adv_est. A KL in the reward is already in ``token_level_rewards``."""
+    """A function for verl's register_adv_est. A KL in the reward is already in ``token_level_rewards``.
+
+    A response that rollout correction rejects has lost its mask, not its reward: it stays in its group.
+    """
 
     @torch.no_grad()
     def estimate(
@@ -35,21 +43,41 @@ def estimator(rule: Advantage) -> Estimator:
         **unused: Any,
     ) -> tuple[Tensor, Tensor]:
         mask_BT = response_mask.bool()
-        used_B = mask_BT.any(-1)  # verl fills batches up with empty responses: they are in no group
         advantage_BT = torch.zeros_like(token_level_rewards)
-        if not bool(used_B.any()):
-            return advantage_BT, advantage_BT.clone()
-        rewards_NT, mask_NT = token_level_rewards[used_B], mask_BT[used_B]
         if rule.kind == "reward-to-go":
-            found = reward_to_go(rewards_NT.new_zeros(len(rewards_NT)), mask_NT, -rewards_NT, 1.0)
-            found = batch_whitening(found, mask_NT) if rule.whiten else found
+            advantage_BT = _to_go(rule, token_level_rewards, mask_BT)
+        elif index is None:
+            raise ValueError(f"adv_estimator={rule.kind} needs the batch's uid, the prompt of each response")
         else:
-            if index is None:
-                raise ValueError(f"adv_estimator={rule.kind} needs the batch's uid, the prompt of each response")
-            group = np.unique(np.asarray(index).astype(str), return_inverse=True)[1]
-            group_N = torch.as_tensor(group, device=rewards_NT.device)[used_B]
-            found = rule(rewards_NT.sum(-1), group_N).unsqueeze(-1) * mask_NT
-        advantage_BT[used_B] = found
+            uids = np.asarray(index).astype(str)
+            group_B = torch.as_tensor(np.unique(uids, return_inverse=True)[1], device=mask_BT.device)
+            used_B = ~(torch.as_tensor(np.char.startswith(uids, FILLER), device=mask_BT.device) & ~mask_BT.any(-1))
+            if bool(used_B.any()):
+                found_N = _of_groups(rule, token_level_rewards[used_B].sum(-1), group_B[used_B])
+                advantage_BT[used_B] = found_N.unsqueeze(-1) * mask_BT[used_B]
         return advantage_BT, advantage_BT.clone()
 
     return estimate
+
+
+def _to_go(rule: Advantage, rewards_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """What is still to come at each token, the rewards of rejected tokens included."""
+    found_BT = rewards_BT.flip(-1).cumsum(-1).flip(-1) * mask_BT
+    if rule.whiten and int(mask_BT.sum()) > 1:
+        return batch_whitening(found_BT, mask_BT)
+    return found_BT
+
+
+def _of_groups(rule: Advantage, reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """0 for a response alone in its group, which nothing can be compared with (an agent loop that gave up)."""
+    groups = Groups(group_N)
+    alone_N = groups.size_K[groups.index_N] == 1
+    if rule.kind not in BY_GROUP or not bool(alone_N.any()):
+        return rule(reward_N, group_N)
+    logger.warning("rpg: %d prompts have one response only: its advantage is 0 (%s)", int(alone_N.sum()), rule.kind)
+    if rule.kind != "leave-one-out":
+        return rule(reward_N, group_N)
+    found_N = torch.zeros_like(reward_N)
+    if not bool(alone_N.all()):
+        found_N[~alone_N] = rule(reward_N[~alone_N], group_N[~alone_N])
+    return found_N

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
+from ...names import choose
 from . import reference
-from .losses import check_actor
+from .losses import GIVEN, check_actor
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings
 
 logger = logging.getLogger("rpg.integrations.verl")
@@ -19,6 +21,33 @@ SAME = {
     "remax": "greedy-baseline",
 }
 SAME |= {"rloo_vectorized": "leave-one-out"}
+CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # verl's defaults
+
+
+def check_names(config: Any, losses: Iterable[str], estimators: Iterable[str]) -> None:
+    """``loss_mode`` and ``adv_estimator`` against verl's registries, where they are meant to be ours.
+
+    Another name may be registered in a worker alone, by the user's own code.
+    """
+    chosen, model = config.actor_rollout_ref.actor.policy_loss, config.actor_rollout_ref.model
+    own = {name for name in losses if name != GIVEN}
+    foreign = model.get("external_lib", None) is not None
+    for setting, given, known in (
+        (f"{ACTOR}.policy_loss.loss_mode", str(chosen.loss_mode), own),
+        ("algorithm.adv_estimator", str(config.algorithm.adv_estimator), set(estimators)),
+    ):
+        if given in known:
+            continue
+        if PREFIX + given in known:
+            raise ValueError(f"unknown {setting} {given!r}. Did you mean {PREFIX + given!r}?")
+        if given.startswith("rpg") or (not foreign and get_close_matches(given, known)):
+            raise ValueError(choose(setting, given, known))
+
+
+def refuse_options(policy_loss: Any) -> None:
+    """Of a loss that is not ours."""
+    if policy_loss.get("rpg", None):
+        raise ValueError(f"{OPTIONS} is given, but policy_loss.loss_mode={policy_loss.loss_mode} is no preset of rpg")
 
 
 def check_run(chosen: Settings, config: Any) -> None:
@@ -27,15 +56,30 @@ def check_run(chosen: Settings, config: Any) -> None:
     check_actor(chosen, actor)
     _check_kl(chosen, actor, algorithm)
     _check_sampler(chosen, config)
-    if chosen.algorithm.advantage.kind == "greedy-baseline" and config.trainer.get("use_v1", True):
+    v1 = config.trainer.get("use_v1", True)
+    if chosen.algorithm.advantage.kind == "greedy-baseline" and v1:
         raise ValueError(
             f"{chosen.name} needs the greedy response's reward, which verl's V1 trainer does not compute: "
             "set trainer.use_v1=False algorithm.adv_estimator=remax"
         )
+    if _filter(config).get("enable", False) and not v1:
+        raise ValueError(
+            "algorithm.filter_groups is ignored by verl's old trainer: set trainer.use_v1=True, or enable=False"
+        )
     if chosen.anchor in reference.RULES:
-        reference.check(config.actor_rollout_ref)
+        _check_renewal(chosen, config)
     for line in remarks(chosen, config):
         logger.warning(line)
+
+
+def _check_renewal(chosen: Settings, config: Any) -> None:
+    reference.check(config.actor_rollout_ref)
+    mode = (config.trainer.get("v1", None) or {}).get("trainer_mode", "sync")
+    if config.trainer.get("use_v1", True) and mode == "separate_async":
+        raise ValueError(
+            f"{OPTIONS}.reference.update={chosen.anchor}: with trainer.v1.trainer_mode=separate_async an update is a "
+            "mini-batch, and the reference may be in another worker: set it to frozen, or trainer_mode to sync"
+        )
 
 
 def _check_kl(chosen: Settings, actor: Any, algorithm: Any) -> None:
@@ -59,6 +103,11 @@ def _check_kl(chosen: Settings, actor: Any, algorithm: Any) -> None:
 
 def _check_sampler(chosen: Settings, config: Any) -> None:
     correction = config.algorithm.get("rollout_correction", None) or {}
+    corrects = [name for name in ("rollout_is", "rollout_rs") if correction.get(name, None)]
+    if correction.get("bypass_mode", False) and corrects:
+        raise ValueError(
+            f"algorithm.rollout_correction.{corrects[0]} is ignored by verl in bypass mode: set bypass_mode=False"
+        )
     if chosen.needs_sampler and (
         not config.actor_rollout_ref.rollout.calculate_log_probs or correction.get("bypass_mode", False)
     ):
@@ -86,14 +135,42 @@ def remarks(chosen: Settings, config: Any) -> Iterator[str]:
     found = "group-mean" if group_mean else SAME.get(estimator, estimator)
     if found not in (kind, f"{PREFIX}{kind}", f"{PREFIX}{method.name}"):
         yield f"{chosen.name} was published with algorithm.adv_estimator={PREFIX}{method.name}; got {estimator}"
-    if method.dynamic_sampling and not (algorithm.get("filter_groups", None) or {}).get("enable", False):
-        yield (
-            f"{chosen.name} was published with dynamic sampling, which is off: "
-            "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=reward"
-        )
+    yield from _about_clips(chosen, actor)
+    if chosen.anchor == "old" and chosen.reference.update not in ("auto", "old"):
+        yield f"{chosen.name} has no KL term here: {OPTIONS}.reference.update={chosen.reference.update} has no effect"
+    yield from _about_groups(chosen, config)
+
+
+def _about_clips(chosen: Settings, actor: Any) -> Iterator[str]:
+    for name, default in CLIPS.items():
+        if (given := actor.get(name, default)) != default:
+            yield f"{ACTOR}.{name}={given} has no effect on {chosen.name}: its bounds are +{OPTIONS}.low, .high, .c"
+
+
+def _about_groups(chosen: Settings, config: Any) -> Iterator[str]:
+    method, groups = chosen.algorithm, _filter(config)
     buffer = (config.get("reward", {}).get("reward_kwargs", None) or {}).get("overlong_buffer_cfg", None)
-    if method.overlong_penalty and not (buffer or {}).get("enable", False):
+    penalty = (buffer or {}).get("enable", False)
+    if method.dynamic_sampling and not config.trainer.get("use_v1", True):
+        yield f"{chosen.name} was published with dynamic sampling, which verl has with trainer.use_v1=True only"
+    elif method.dynamic_sampling and not groups.get("enable", False):
+        yield (
+            f"{chosen.name} was published with dynamic sampling, which is off: algorithm.filter_groups.enable=True "
+            "algorithm.filter_groups.metric=signal (with the reward.py of `rpg export verl`; else reward)"
+        )
+    elif (
+        groups.get("enable", False) and groups.get("metric", None) == "reward" and (method.overlong_penalty or penalty)
+    ):
+        yield (
+            "algorithm.filter_groups.metric=reward keeps groups that differ by their overlong penalty alone; "
+            "metric=signal does not (with the reward.py of `rpg export verl`)"
+        )
+    if method.overlong_penalty and not penalty:
         yield (
             f"{chosen.name} was published with an overlong penalty, which is off: reward.reward_manager.name=dapo "
             "+reward.reward_kwargs.overlong_buffer_cfg.enable=True (docs/verl.md)"
         )
+
+
+def _filter(config: Any) -> Any:
+    return config.algorithm.get("filter_groups", None) or {}

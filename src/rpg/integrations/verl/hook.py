@@ -15,14 +15,14 @@ from typing import Any
 import verl.utils.config as verl_config
 import verl.workers.config as worker_config
 from torch import Tensor
-from verl.utils.metric import AggregationType, Metric
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils import losses as verl_losses
 
-from . import reference
-from .checks import check_run
+from . import metrics, reference
+from .checks import check_names, check_run, refuse_options
 from .losses import GIVEN, Extra, handing_on, loss_settings, settings_of
-from .settings import OPTIONS, Settings
+from .settings import Settings
 
 OURS: set[str] = set()  # the loss_modes that are ours; the plugin fills it
 _verl_ppo_loss = verl_losses.ppo_loss
@@ -37,9 +37,11 @@ class LossConfig(PolicyLossConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.loss_mode in OURS:
-            reference.install(loss_settings(self))
-        elif self.rpg:
-            raise ValueError(f"{OPTIONS} is given, but policy_loss.loss_mode={self.loss_mode} is no preset of rpg")
+            chosen = loss_settings(self)
+            metrics.install()
+            reference.install(chosen)
+        else:
+            refuse_options(self)
 
 
 def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
@@ -66,29 +68,25 @@ class LossFn:
 def _through_verl(
     chosen: Settings, config: Any, model_output: Any, data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    wanted = {"ref_log_prob": chosen.needs_reference, "rollout_log_probs": True}
+    wanted = {"ref_log_prob": chosen.reads_reference, "rollout_log_probs": True}
     found = [name for name, wants in wanted.items() if wants and name in data]
     padded = data.select(*found).to_padded_tensor() if found else {}
     extra = Extra(chosen, padded.get("ref_log_prob", None), padded.get("rollout_log_probs", None))
-    share_of = data["batch_num_tokens"] or 1
     with handing_on(extra):
-        loss, metrics = _verl_ppo_loss(config, model_output, data, dp_group)
-    share = extra.tokens * data["dp_size"] / share_of if data["batch_num_tokens"] else 1.0
-    return loss, metrics | {name: _metric(name, value, share) for name, value in extra.metrics.items()}
-
-
-def _metric(name: str, value: float, share: float) -> Any:
-    """verl adds up the micro-batches and averages over ranks: weighted by tokens, that is the mini-batch's mean."""
-    if "max" in name.rpartition("/")[2]:
-        return Metric(value=value, aggregation=AggregationType.MAX)
-    return Metric(value=value * share if share else 0.0, aggregation=AggregationType.SUM)
+        loss, found_metrics = _verl_ppo_loss(config, model_output, data, dp_group)
+    return loss, found_metrics | metrics.of_micro_batch(extra, data)
 
 
 @functools.wraps(_verl_validate)
 def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+    """Ours first: what verl's instantiates raises its errors in three lines."""
+    check_names(config, POLICY_LOSS_REGISTRY, ADV_ESTIMATOR_REGISTRY)
+    actor = config.actor_rollout_ref.actor
+    if actor.policy_loss.loss_mode in OURS:
+        check_run(settings_of(actor), config)
+    else:
+        refuse_options(actor.policy_loss)
     _verl_validate(config, *args, **kwargs)
-    if config.actor_rollout_ref.actor.policy_loss.loss_mode in OURS:
-        check_run(settings_of(config.actor_rollout_ref.actor), config)
 
 
 def install() -> None:

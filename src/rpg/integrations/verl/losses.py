@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ def policy_loss(preset: str) -> Loss:
             old_logp=old_log_prob,
             advantages=advantages if rule.level == "token" else _one_each(chosen, advantages, response_mask),
             mask=response_mask,
-            ref_logp=given.ref_logp_BT if chosen.needs_reference else None,
+            ref_logp=given.ref_logp_BT if chosen.reads_reference else None,
             rollout_logp=given.rollout_logp_BT,
             denominator=denominator(rule, sizes),
         )
@@ -95,7 +95,10 @@ def settings_of(config: Any, preset: str | None = None) -> Settings:
 
 def loss_settings(chosen: Any, preset: str | None = None) -> Settings:
     """Of its ``policy_loss``; ``preset`` instead of the loss_mode, where it is known."""
-    return settings(preset or str(chosen.get("loss_mode")), _plain(chosen.get("rpg", None) or {}))
+    options = _plain(chosen.get("rpg", None))
+    if not (options is None or isinstance(options, Mapping)):
+        raise ValueError(f"{OPTIONS} is a section, as in +{OPTIONS}.beta=1e-3; got {options!r}")
+    return settings(preset or str(chosen.get("loss_mode")), options)
 
 
 def _plain(options: Any) -> Any:
@@ -135,11 +138,9 @@ def check_actor(chosen: Settings, config: Any) -> None:
 
 
 def check_given(chosen: Settings, given: Extra, rollout_is_weights: Tensor | None) -> None:
-    if chosen.needs_reference and given.ref_logp_BT is None:
-        raise ValueError(
-            f"{chosen.name} needs ref_log_prob, the reference's log-probabilities: "
-            f"set {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0"
-        )
+    if chosen.reads_reference and given.ref_logp_BT is None:
+        how = f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0" if chosen.has_kl else "algorithm.use_kl_in_reward=True"
+        raise ValueError(f"{chosen.name} needs ref_log_prob, the reference's log-probabilities: set {how}")
     if chosen.needs_sampler and given.rollout_logp_BT is None:
         raise ValueError(
             f"{OPTIONS}.mismatch needs rollout_log_probs, the sampler's own: "
@@ -174,7 +175,7 @@ def denominator(rule: PolicyLoss, sizes: dict[str, Any]) -> float | None:
         if ranks > 1:
             raise ValueError(f"global_batch_info.{name} is needed with dp_size={ranks}")
         return None
-    return float(total) * (rule.constant or 1.0) / ranks
+    return float(total or 1) * (rule.constant or 1.0) / ranks  # 0: a step of filler alone, whose loss is 0
 
 
 def _weighted(rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float | None, **batch: Any) -> LossOutput:

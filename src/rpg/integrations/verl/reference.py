@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from ...train.config import ReferenceConfig
 from .losses import METRICS, settings_of
+from .metrics import WORKERS
 from .settings import ACTOR, OPTIONS, Settings
 
 logger = logging.getLogger("rpg.integrations.verl")
 logger.setLevel(logging.INFO)
 
 RULES = ("every", "kl")
-WORKERS = "verl.workers.engine_workers"
 UPDATED, KL = METRICS + "reference_updated", METRICS + "kl/ref"
 SHARDED = ("fsdp", "fsdp2")
 

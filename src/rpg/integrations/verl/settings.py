@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, get_args, get_type_hints
@@ -25,6 +25,13 @@ AGG_MODES = {  # our reductions in verl's words
     "seq-mean-token-mean": "seq-mean-token-mean",
     "seq-mean-token-sum": "seq-mean-token-sum",
     "constant": "seq-mean-token-sum-norm",
+}
+
+NUMBERS: dict[str, tuple[str, Any, Callable[[Any], bool]]] = {  # of ``reference``, as in a recipe
+    "every": ("a whole number of at least 1", int, lambda x: x >= 1),
+    "kl": ("a positive number", (int, float), lambda x: 0 < x < float("inf")),
+    "smoothing": ("at least 0 and below 1", (int, float), lambda x: 0 <= x < 1),
+    "decay": ("at least 0 and below 1", (int, float), lambda x: 0 <= x < 1),
 }
 
 
@@ -58,6 +65,11 @@ class Settings:
     def needs_reference(self) -> bool:
         """Whether the loss asks for the reference's log-probabilities."""
         return self.has_kl and self.anchor != "old"
+
+    @property
+    def reads_reference(self) -> bool:
+        """Also where only the rule asks for the KL to it: update=kl of a method with its KL in the reward."""
+        return self.needs_reference or self.anchor == "kl"
 
     @property
     def needs_sampler(self) -> bool:
@@ -139,6 +151,7 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
         elif options:
             raise ValueError(f"options go with a preset's name; got an Algorithm and {', '.join(options)}")
         made = Settings(chosen, reference, own_constant="constant" in options)
+        _no_switches(options)
         _refuse(made)
         _try_out(made)
     except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
@@ -152,11 +165,21 @@ def _reference(given: Mapping[str, Any]) -> ReferenceConfig:
     for key, value in given.items():
         if key not in known:
             raise ValueError(choose(f"option {OPTIONS}.reference", str(key), known))
-        if key != "update" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            raise ValueError(f"{OPTIONS}.reference.{key} must be a positive number; got {value!r}")
+        if key in NUMBERS:
+            what, types, fits = NUMBERS[key]
+            if isinstance(value, bool) or not isinstance(value, types) or not fits(value):
+                raise ValueError(f"{OPTIONS}.reference.{key} must be {what}; got {value!r}")
     config = ReferenceConfig(**given)
     one_of(f"{OPTIONS}.reference.update", config.update, get_args(get_type_hints(ReferenceConfig)["update"]))
     return config
+
+
+def _no_switches(options: Mapping[str, Any]) -> None:
+    """true and false are numbers to Python."""
+    switches = {f.name for kind in (Algorithm, PolicyLoss) for f in fields(kind) if "bool" in str(f.type)}
+    for key, value in options.items():
+        if isinstance(value, bool) and key not in switches:
+            raise ValueError(f"{OPTIONS}.{key} is no switch (true or false); got {str(value).lower()}")
 
 
 def _refuse(made: Settings) -> None:

@@ -1,0 +1,65 @@
+"""A preset's metrics among verl's: means over the tokens of a mini-batch that rollout correction did not reject.
+
+verl adds up the micro-batches and averages over ranks. So a micro-batch gives each mean times its share of the
+mini-batch's tokens, and the sum of the shares beside them, by which the worker divides at the end of ``update_actor``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .losses import METRICS, Extra
+
+WORKERS = "verl.workers.engine_workers"
+KEPT = METRICS + "kept"  # of the tokens that verl divides by: 1 unless some were rejected
+
+
+def of_micro_batch(extra: Extra, data: Any) -> dict[str, Any]:
+    """verl's Metric of every number that the loss left in ``extra``."""
+    from verl.utils.metric import AggregationType, Metric
+
+    total = data["batch_num_tokens"]
+    share = extra.tokens * data["dp_size"] / total if total else 1.0
+    found = {}
+    for name, value in extra.metrics.items():
+        largest = _is_largest(name)
+        aggregation = AggregationType.MAX if largest else AggregationType.SUM
+        found[name] = Metric(value=value if largest else value * share if share else 0.0, aggregation=aggregation)
+    return found | {KEPT: Metric(value=share, aggregation=AggregationType.SUM)}
+
+
+def over_kept(metrics: dict[str, list[float]]) -> None:
+    """Numbers of mini-batches, in place: shares of all tokens become means over those kept."""
+    kept = metrics.get(KEPT)
+    if not isinstance(kept, list):  # an engine without data-parallel ranks, whose numbers verl has not yet added up
+        return
+    for name, values in metrics.items():
+        if name.startswith(METRICS) and name != KEPT and not _is_largest(name) and len(values) == len(kept):
+            metrics[name] = [x / share for x, share in zip(values, kept, strict=True) if share] or [0.0]
+
+
+def _is_largest(name: str) -> bool:
+    return "max" in name.rpartition("/")[2]
+
+
+def install() -> None:
+    """Let verl's worker end ``update_actor`` so; once in a process, and before the reference's part, which reads it."""
+    workers = sys.modules.get(WORKERS)  # a process that has not imported it has no worker
+    if workers is not None and not hasattr(workers.ActorRolloutRefWorker.update_actor, "rpg_metrics"):
+        worker = workers.ActorRolloutRefWorker
+        worker.update_actor = _corrected(worker.update_actor)
+
+
+def _corrected(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)  # with the attribute by which verl dispatches
+    def update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = theirs(self, *args, **kwargs)
+        if output is not None:
+            over_kept(output["metrics"])
+        return output
+
+    update_actor.rpg_metrics = True  # type: ignore[attr-defined]
+    return update_actor

@@ -1,0 +1,94 @@
+"""A whole run's settings: what the driver refuses in one line, before verl makes anything of them, and its remarks."""
+
+import re
+
+import pytest
+
+from engine_verl.verl_engine import needs_verl, overrides_of, run_config
+from integrations.equivalence import Case
+from rpg.integrations.verl.checks import remarks
+from rpg.integrations.verl.losses import settings_of
+
+pytestmark = needs_verl
+
+ACTOR = "actor_rollout_ref.actor"
+MODE, FILTER = f"{ACTOR}.policy_loss.loss_mode", "algorithm.filter_groups"
+BYPASS, ASYNC = "algorithm.rollout_correction.bypass_mode=True", "trainer.v1.trainer_mode=separate_async"
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "line"),
+    [
+        (Case("grpo"), [f"{ACTOR}.use_kl_loss=False"], f"set {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0"),
+        (Case("grpo"), [f"{ACTOR}.kl_loss_coef=0.1"], f"{ACTOR}.kl_loss_coef=0 keeps verl's from being added"),
+        (Case("rpg-urkl"), [f"{ACTOR}.use_kl_loss=True"], "has a KL term of its own, anchored at the sampling policy"),
+        (Case("rpg-urkl"), ["algorithm.use_kl_in_reward=True"], "set algorithm.use_kl_in_reward=False"),
+        (Case("reinforce++"), ["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.kl_ctrl.kl_coef=0.01"),
+        (Case("dapo"), [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"], "policy_loss.rpg.reduction=seq-mean-token-sum"),
+        (Case("dr-grpo"), [f"{ACTOR}.loss_scale_factor=null"], "loss_scale_factor to data.max_response_length"),
+        (Case("dr-grpo", {"constant": 7.0}), [f"{ACTOR}.loss_scale_factor=8"], "differ: give one"),
+        (Case("remax"), ["trainer.use_v1=True"], "set trainer.use_v1=False algorithm.adv_estimator=remax"),
+        (
+            Case("dapo", {"mismatch": "tis"}),
+            ["actor_rollout_ref.rollout.calculate_log_probs=False"],
+            "needs the sampler's log-probabilities",
+        ),
+        (Case("dapo", {"mismatch": "tis"}), ["+algorithm.rollout_correction.rollout_is=token"], "the same thing twice"),
+        (Case("dapo", {"high": 0.3}), [f"{ACTOR}.policy_loss.loss_mode=vanilla"], "vanilla is no preset of rpg"),
+        (Case("dapo"), [BYPASS, "algorithm.rollout_correction.rollout_is=token"], "rollout_is is ignored by verl in"),
+        (Case("dapo"), [BYPASS, "algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs is ignored by verl"),
+        (Case("dapo"), ["trainer.use_v1=False"], "filter_groups is ignored by verl's old trainer"),
+        (Case("grpo", reference="every"), [ASYNC], "frozen, or trainer_mode to sync"),
+        (Case("grpo", reference="kl"), ["actor_rollout_ref.model.lora_rank=8"], "with LoRA verl's reference"),
+        (Case("dapo"), [f"{MODE}=rpg-reinforce-urlk"], f"unknown {MODE} 'rpg-reinforce-urlk'. Did you mean 'rpg-rein"),
+        (Case("dapo"), [f"{MODE}=rpg:nosuch"], f"unknown {MODE} 'rpg:nosuch'"),
+        (Case("dapo"), [f"{MODE}=rpg"], f"unknown {MODE} 'rpg'"),
+        (Case("dapo"), [f"{MODE}=gsop"], "Did you mean 'gspo'"),
+        (Case("dapo"), [f"{MODE}=capo"], "capo cannot run inside verl"),
+        (Case("dapo"), ["algorithm.adv_estimator=rpg:leave-one"], "Did you mean 'rpg:leave-one-out'"),
+        (Case("dapo"), ["algorithm.adv_estimator=dapo"], "Did you mean 'rpg:dapo'"),
+        (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg=foo"], "policy_loss.rpg is a section"),
+        (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg=[1]"], "policy_loss.rpg is a section"),
+        (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg.high=true"], "high is no switch (true or false); got true"),
+        (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg.hihg=0.3"], "Did you mean 'high'"),
+    ],
+)
+def test_a_run_that_contradicts_its_preset_is_refused(case, more, line):
+    with pytest.raises(ValueError, match=re.escape(line)) as raised:
+        run_config([*overrides_of(case), *more])
+    assert "\n" not in str(raised.value)
+
+
+def test_names_that_a_workers_own_code_may_register_are_left_to_verl():
+    own = [f"{MODE}=my_loss", "algorithm.adv_estimator=my_estimator"]
+    run_config(own)
+    with pytest.raises(ValueError, match="Did you mean 'gspo'"):
+        run_config([f"{MODE}=gspo2"])
+    run_config([f"{MODE}=gspo2", "actor_rollout_ref.model.external_lib=mine"])
+
+
+PENALTY = "+reward.reward_kwargs.overlong_buffer_cfg.enable=True"
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "line"),
+    [
+        (Case("ppo"), [f"{ACTOR}.clip_ratio_high=0.28"], f"{ACTOR}.clip_ratio_high=0.28 has no effect on ppo"),
+        (Case("ppo"), [f"{ACTOR}.clip_ratio_c=10"], "clip_ratio_c=10 has no effect on ppo"),
+        (Case("dapo"), [PENALTY], "metric=signal does not (with the reward.py of `rpg export verl`)"),
+        (Case("dapo"), [PENALTY, f"{FILTER}.enable=False"], f"{FILTER}.metric=signal (with the reward.py"),
+        (Case("dapo"), [PENALTY, f"{FILTER}.enable=False", "trainer.use_v1=False"], "trainer.use_v1=True only"),
+        (Case("dapo"), [f"{FILTER}.metric=signal"], "an overlong penalty, which is off"),
+        (Case("ppo", reference="every"), [], "reference.update=every has no effect"),
+    ],
+)
+def test_what_is_seldom_meant_is_remarked_upon(case, more, line):
+    config = run_config([*overrides_of(case), *more])
+    found = list(remarks(settings_of(config.actor_rollout_ref.actor), config))
+    assert len(found) == 1
+    assert line in found[0]
+
+
+def test_a_run_as_published_goes_without_remarks():
+    config = run_config([*overrides_of(Case("dapo")), PENALTY, f"{FILTER}.metric=signal"])
+    assert not list(remarks(settings_of(config.actor_rollout_ref.actor), config))

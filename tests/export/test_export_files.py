@@ -1,0 +1,297 @@
+"""rpg export verl: the files it writes, from a recipe and from a run of rpg train."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from export_cases import ADAPTER, RECIPES, ROOT, VARIANTS, configs, recipe, where
+
+from rpg.cli import main
+from rpg.export import verl
+from rpg.export.data import messages
+from rpg.export.reward import Rewards, Written
+from rpg.export.start import from_run
+from rpg.export.table import ROWS, markdown
+from rpg.policy import Policy
+from rpg.tasks import load_task
+from rpg.train.config import Config
+from rpg.train.parts import make_scorer
+from rpg.train.settings import leaves
+from rpg.train.summary import best_of
+
+LENGTH = """
+def score(response, answer, prompt):
+    return len(response) - len(answer) + len(prompt) / 2
+"""
+
+
+def loaded(path):
+    spec = importlib.util.spec_from_file_location(f"reward_{abs(hash(path))}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exported(folder, *flags, name="builtin/rpg-urkl.yaml"):
+    assert main(["export", "verl", str(RECIPES[name]), "-o", str(folder), *flags]) == 0
+
+
+def score(rewards, row, response):
+    """As verl's reward manager calls it, with what it reads from the parquet file."""
+    return rewards.compute_score(
+        data_source=row["data_source"],
+        solution_str=response,
+        ground_truth=row["reward_model"]["ground_truth"],
+        extra_info=row["extra_info"],
+    )
+
+
+def test_problems_and_rewards_of_a_file(tmp_path, capsys):
+    rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 3} for i in range(40)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(LENGTH, encoding="utf-8")
+    flags = {
+        "task.name": str(tmp_path / "sums.jsonl"),
+        "task.test": f"arithmetic, {tmp_path / 'sums.jsonl'}",
+        "task.template": "boxed",
+        "task.rewards.correct": "2",
+        "task.rewards.format": "0.5",
+        f"task.rewards.{tmp_path / 'mine.py'}:score": "0.25",
+        "eval.problems": "8",
+    }
+    tokenizer = _characters(tmp_path / "model", chat=True)
+    line = [f"--{name}={value}" for name, value in (flags | {"model": str(tokenizer)}).items()]
+    exported(tmp_path / "out", *line)
+    said = capsys.readouterr().out
+    assert "40 problems" in said
+    assert f"bash {tmp_path / 'out' / 'run.sh'}" in said
+    config = recipe(**flags)
+    task = load_task(config.task.name, config.seed, config.task.test, look=False)
+    sets = {"train": task.train, "test-arithmetic": task.tests["arithmetic"][:8], "test-sums": task.tests["sums"][:8]}
+    rewards = loaded(tmp_path / "out" / "reward.py")
+    assert Path(tmp_path / "out" / "mine.py").exists()
+    with make_scorer(config, task) as scorer:
+        for name, problems in sets.items():
+            table = pq.read_table(tmp_path / "out" / f"{name}.parquet").to_pylist()
+            assert [row["prompt"] for row in table] == [messages(problem, config) for problem in problems]
+            assert [row["reward_model"]["ground_truth"] for row in table] == [str(p.answer) for p in problems]
+            assert [row["extra_info"]["level"] for row in table] == [p.level for p in problems]
+            for problem, row in list(zip(problems, table, strict=True))[:3]:
+                for response in (f"so \\boxed{{{problem.answer}}}", f"answer {problem.answer}", "no idea"):
+                    want = scorer.score([(response, problem.answer, problem.prompt)])
+                    found = score(rewards, row, response)
+                    assert found["score"] == want.values[0]
+                    assert found["acc"] == want.solved[0]
+                    assert found["signal"] == round(want.values[0] * 1e9)
+                    assert found["part/format"] == want.parts["format"][0]
+    assert len({score(rewards, table[0], text)["score"] for text in ("so \\boxed{1}", "no idea", "x")}) == 3
+    rewards.REWARDS.scorer().close()
+
+
+def _characters(folder, chat):
+    """A model folder with a tokenizer that knows every byte; no weights are asked for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate([*letters, "<eos>"])}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>")
+    if chat:
+        made.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    made.save_pretrained(folder)
+    LlamaConfig(max_position_embeddings=400).save_pretrained(folder)
+    return folder
+
+
+def test_the_builtin_recipe_as_files(tmp_path):
+    """Endless problems in the task's order; plain prompts through a template that adds nothing."""
+    exported(tmp_path / "out", "--steps=3", "--rollout.dynamic=false", "--eval.problems=5")
+    table = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    problems = load_task("arithmetic", 0).train[:96]
+    assert [row["extra_info"]["problem"] for row in table] == [problem.prompt for problem in problems]
+    script = (tmp_path / "out" / "run.sh").read_text(encoding="utf-8")
+    assert "data.shuffle=false" in script
+    assert "data.max_prompt_length=176" in script  # of a model of 256 tokens, 80 of them for the response
+    assert "# Not carried over:\n" in script
+    assert "optim.max_bad_steps=3" in script
+    assert "data.train_files='$FOLDER/train.parquet'" in script
+    assert "data.val_files=['$FOLDER/test-arithmetic.parquet']" in script
+    assert "actor_rollout_ref.model.path='$FOLDER/model'" in script
+    assert (tmp_path / "out" / "model" / "config.json").exists()
+
+
+def test_settings_alone_are_not_a_run(tmp_path, capsys):
+    exported(tmp_path / "out", "--settings-only")
+    said = capsys.readouterr().out
+    assert "export without --settings-only" in said
+    assert "run it with" not in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.sh"]
+    script = tmp_path / "out" / "run.sh"
+    assert "# --settings-only: to read, not to run." in script.read_text(encoding="utf-8")
+    assert "actor_rollout_ref.rollout.n=8" in script.read_text(encoding="utf-8")
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "export without --settings-only to train" in done.stderr
+
+
+# ---- rewards from many threads ---------------------------------------------------------------------------------------
+
+SLOW = """
+import asyncio, time
+
+def slow(response, answer, prompt):
+    time.sleep(0.1)
+    return float(response)
+
+async def judge(response, answer, prompt):
+    await asyncio.sleep(0.2)
+    return float(response)
+
+def broken(response, answer, prompt):
+    return {}["x"]
+"""
+
+
+@pytest.mark.parametrize(("name", "calls", "alone"), [("slow", 16, 1.6), ("judge", 32, 6.4)])
+def test_calls_that_wait_are_scored_together(tmp_path, name, calls, alone):
+    """As verl asks: one response a call, from threads. Four at a time, and of async functions all at a time."""
+    (tmp_path / "own.py").write_text(SLOW, encoding="utf-8")
+    rewards = Rewards([Written("", f"own.py:{name}")], here=tmp_path, workers=4)
+    extra = {"tag": "", "problem": "p"}
+    rewards("0", "1", extra)
+    rewards.scorer().score([("0", "", "")] * 8)  # all workers are there
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(calls) as pool:
+        found = list(pool.map(lambda i: rewards(str(i / 100), "1", extra), range(calls)))
+    took = time.perf_counter() - begun
+    rewards.scorer().close()
+    assert [one["score"] for one in found] == [i / 100 for i in range(calls)], "each call has its own"
+    assert took < 0.6 * alone
+
+
+def test_a_reward_that_cannot_be_had_is_known_to_each_call(tmp_path):
+    (tmp_path / "own.py").write_text(SLOW, encoding="utf-8")
+    extra = {"tag": "", "problem": "p"}
+    rewards = Rewards([Written("", "own.py:broken")], here=tmp_path, on_error=-1.0)
+    assert rewards("x", "1", extra)["score"] == -1.0
+    rewards.scorer().close()
+    with pytest.raises(ValueError, match="closed"):
+        rewards("x", "1", extra)
+
+
+# ---- from a run ------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "steps": 2,
+    "rollout.prompts": 4,
+    "rollout.samples": 4,
+    "rollout.max_new_tokens": 24,
+    "optim.minibatches": 1,
+    "checkpoint.every": 1,
+    "eval.every": 1,
+    "eval.problems": 4,
+    "eval.k": 1,
+    "log.tensorboard": "false",
+    "log.report": "false",
+    "log.view": "none",
+}
+
+
+def test_from_a_run_of_rpg_train(tmp_path, capsys):
+    run, lines = tmp_path / "run", [f"--{name}={value}" for name, value in SMALL.items()]
+    assert main(["train", "--config", str(RECIPES["builtin/rpg-urkl.yaml"]), f"--output={run}", *lines]) == 0
+    recipe_of, out = str(run / "config.yaml"), tmp_path / "out"
+    capsys.readouterr()
+    assert main(["export", "verl", recipe_of, "--from", str(run), "--steps=5", "-o", str(out), "--gpus=1"]) == 0
+    last = run / "checkpoints" / "step-000002" / "model"
+    assert f"from the last checkpoint of {run}, step 2: {last}" in capsys.readouterr().out
+    script = (out / "run.sh").read_text(encoding="utf-8")
+    assert f"# From the last checkpoint of {run}, step 2.\n" in script
+    assert f"actor_rollout_ref.model.path={last}" in script
+    assert "trainer.total_training_steps=3" in script
+    assert "total:5,begin:2}" in script
+    assert "the optimiser's moments" in script
+    assert not (out / "model").exists()
+    state = json.loads((last.parent / "trainer" / "state.json").read_text(encoding="utf-8"))
+    begun = state["cursor"]["problem"]
+    table = pq.read_table(out / "train.parquet").to_pylist()
+    problems = load_task("arithmetic", 0).train[begun : begun + len(table)]
+    assert begun > 0
+    assert [row["extra_info"]["problem"] for row in table] == [problem.prompt for problem in problems]
+    first = from_run(run, "1")
+    assert (first.step, Path(first.model).parent.name) == (1, "step-000001")
+    assert from_run(run / "checkpoints" / "step-000001", "last") == first
+    assert from_run(run, "best").step == best_of([one for one in state["evals"] if one["step"] in (1, 2)])["step"]
+    assert Policy.load(first.model).parameters()
+    for line, said in [
+        (["--steps=5", "--checkpoint=7"], "there are best, last, "),
+        ([], "has done its 2 steps: give --steps, more than 2"),
+    ]:
+        assert main(["export", "verl", recipe_of, "--from", str(run), "-o", str(tmp_path / "b"), *line]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "b").exists()
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    path = str(RECIPES["builtin/rpg-urkl.yaml"])
+    for line, said in [
+        ([path, "-o", str(tmp_path / "full")], "exists already"),
+        ([path, "-o", str(tmp_path / "a"), "--from", str(tmp_path)], "there is no checkpoint in it"),
+        ([path, "-o", str(tmp_path / "a"), "--optim.name", "schedule-free"], "optim.name=schedule-free"),
+        ([path, "-o", str(tmp_path / "a"), "--model", str(tmp_path / "none")], "none"),
+        ([str(tmp_path / "no.yaml")], "no such file"),
+    ]:
+        assert main(["export", "verl", *line]) == 2
+        errors = capsys.readouterr().err
+        assert said in errors
+        assert errors.count("\n") == 1, errors
+        assert not (tmp_path / "a").exists()
+    for flag, value in {"--gpus": "abc", "--nodes": "0"}.items():
+        with pytest.raises(SystemExit):
+            main(["export", "verl", path, flag, value])
+        assert f"{flag}: must be a whole number, at least 1; got {value} (" in capsys.readouterr().err
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_setting_and_names_real_ones():
+    from rpg.integrations.trl import RPGConfig
+
+    assert set(ROWS) == set(leaves(Config))
+    some = [configs()[name] for name in (*VARIANTS, "builtin/rpg-urkl.yaml", "builtin/dapo.yaml")] + [recipe(**ADAPTER)]
+    given = {key.lstrip("+") for c in some for key in verl.export(c, where()).settings}
+    fields = set(RPGConfig.__dataclass_fields__)
+    for name, (theirs, trl) in ROWS.items():
+        for key in re.findall(r"`([^`…]+)`", theirs):
+            assert any(one == key or one.startswith(f"{key}.") for one in given), (name, key)
+        for key in re.findall(r"`([^`…]+)`", trl):
+            assert key in fields, (name, key)
+
+
+def test_the_docs_have_the_table():
+    assert markdown() in (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+
+
+def test_exporting_needs_neither_engine(tmp_path, monkeypatch):
+    """All that an export imports, where neither can be imported."""
+    for name in list(sys.modules):
+        if name.startswith(("rpg.export", "rpg.integrations", "trl.", "verl.")):
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("trl", "verl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError):
+        import trl  # noqa: F401
+    for engine in ("verl", "trl"):
+        line = [str(RECIPES["builtin/rpg-urkl.yaml"]), "-o", str(tmp_path / engine), "--eval.problems=2", "--steps=1"]
+        assert main(["export", engine, *line]) == 0
