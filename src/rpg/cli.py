@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from .bench.command import add_bench
 from .export.command import add_export
 from .report.command import add_report
 from .tasks.command import add_tasks
-from .train.command import add_eval, add_train
+from .train.command import add_eval, add_train, first_of_launch
 
 if TYPE_CHECKING:
     from .advantages import Advantage
@@ -38,7 +39,10 @@ class Mistake(Exception):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
+        if first_of_launch():
+            self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
+        time.sleep(1)  # torchrun ends all once one is gone: the first, which tells it, may be slower
+        self.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

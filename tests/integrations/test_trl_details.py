@@ -158,6 +158,13 @@ def test_the_table_has_the_advantages_of_the_method(tmp_path, name, first):
     assert list(made._logs["advantages"]) == pytest.approx([first, *[-first / 3] * 3] * 4)
 
 
+def test_the_table_of_an_evaluation_has_them_once(tmp_path):
+    rows = {"rollout_func": _fixed, "eval_dataset": Dataset.from_dict({"prompt": ["w3", "w4"]})}
+    made = trainer(tmp_path, algorithm="rloo", reward=_shortest, per_device_eval_batch_size=4, more=rows)
+    made.evaluate()
+    assert list(made._logs["advantages"]) == pytest.approx([1.0, *[-1 / 3] * 3] * 2)
+
+
 def test_an_evaluation_is_divided_by_its_own_tokens(tmp_path):
     """On-policy the loss is −Σ length × advantage / Σ length, whatever the last optimiser step held."""
     made = trainer(

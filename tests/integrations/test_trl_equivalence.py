@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("trl")
 
 from integrations.equivalence import same, through_rpg_train
-from integrations.trl_fixed import CASES, LONG, MEASURED, label, through_trl
+from integrations.trl_fixed import CASES, MEASURED, label, overlong, through_trl
 
 TESTS = Path(__file__).parent.parent
 
@@ -65,11 +65,11 @@ def test_two_processes(tmp_path):
         assert process.returncode == 0, text
     alone: dict[str, float] = {}
     through_trl(MEASURED, 1, metrics=alone)
-    long = through_trl(LONG, 1, overlong=True, overlong_tokens=1)
+    penalised = overlong(1)
     for found in (torch.load(tmp_path / f"rank{rank}") for rank in range(2)):
         for case in CASES:
             for accumulation in (1, 4):
                 same(found["steps"][label(case), accumulation], expected(label(case)))
         same_metrics(found["metrics"], alone)
-        same(found["overlong"], long)
+        same(found["overlong"], penalised)
         assert found["resumed"]

@@ -97,13 +97,14 @@ def test_the_reference_is_renewed_on_a_kl_target(tmp_path):
     assert 0 < sum(expected) < 8
 
 
-def test_several_optimiser_steps_on_a_generation_have_one_reference(tmp_path):
-    """Due after every step, renewed when the next generation comes: each is used for 2 parts, twice."""
+@pytest.mark.parametrize("every", [1, 3])
+def test_several_optimiser_steps_on_a_generation_have_one_reference(tmp_path, every):
+    """Renewed when the next generation comes, also if it was due before: each is used for 2 parts, twice."""
     made = trainer(
         tmp_path,
         algorithm="grpo",
         reference_update="every",
-        reference_every=1,
+        reference_every=every,
         per_device_train_batch_size=8,
         steps_per_generation=2,
         num_iterations=2,

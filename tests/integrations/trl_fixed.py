@@ -37,7 +37,6 @@ OTHERS = [
     Case("reinforce++", {"beta": 0.3}),
 ]
 MEASURED = Case("rpg-reinforce-urkl", reference="frozen")  # whose metrics are looked at
-LONG = Case("dapo")  # with a penalty on responses of full length
 CASES = [*(Case(name) for name in algorithms() if name not in REFUSED), *OTHERS]
 
 
@@ -113,8 +112,10 @@ def through_trl(
     assert len(reward_of) == len(case.responses)
 
     def rollout(prompts: list[str], trainer: RPGTrainer) -> dict[str, Any]:
-        assert prompts == [prompt for prompt in prompts[::SAMPLES] for _ in range(SAMPLES)]  # whole groups
-        rows = [texts.index(prompt) * SAMPLES + i % SAMPLES for i, prompt in enumerate(prompts)]
+        first = trainer.accelerator.process_index * len(prompts)  # of this process's rows among all
+        rows = [texts.index(prompt) * SAMPLES + (first + i) % SAMPLES for i, prompt in enumerate(prompts)]
+        size = min(SAMPLES, len(prompts))
+        assert prompts == [prompt for prompt in prompts[::size] for _ in range(size)]  # whole groups, or one's part
         found = {
             "prompt_ids": [case.prompts[i // SAMPLES] for i in rows],
             "completion_ids": [case.responses[i] for i in rows],
@@ -172,9 +173,21 @@ def main(output: str, processes: int) -> None:
         found[label(case), accumulation] = through_trl(case, accumulation, per_device_train_batch_size=size)
     metrics: dict[str, float] = {}
     through_trl(MEASURED, 4, per_device_train_batch_size=GROUPS * SAMPLES // (4 * processes), metrics=metrics)
-    size = GROUPS * SAMPLES // processes
-    long = through_trl(LONG, 1, per_device_train_batch_size=size, overlong=True, overlong_tokens=1)
-    torch.save({"steps": found, "metrics": metrics, "overlong": long, "resumed": _resumed(output)}, output)
+    resumed = _resumed(output)
+    torch.save({"steps": found, "metrics": metrics, "overlong": overlong(processes), "resumed": resumed}, output)
+
+
+def overlong(processes: int) -> tuple[float, dict[str, Tensor]]:
+    """One group, of which every process has a part; one response is too long."""
+    return through_trl(
+        Case("dapo"),
+        1,
+        groups=[0],
+        generation_batch_size=SAMPLES,
+        per_device_train_batch_size=SAMPLES // processes,
+        overlong=True,
+        overlong_tokens=1,
+    )
 
 
 def _resumed(folder: str) -> bool:

@@ -17,10 +17,11 @@ from rpg.algorithms import Algorithm
 from rpg.models import adapters
 from rpg.policy import Policy
 from rpg.train.batch import make_batch, with_advantages
-from rpg.train.config import Config, OptimConfig, RolloutConfig
+from rpg.train.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
 from rpg.train.optim import make_optimizer
 from rpg.train.ranks import ALONE, World, joined
-from rpg.train.shards import ShardedPolicy, gathered
+from rpg.train.reference import Reference, batch_logp
+from rpg.train.shards import ShardedPolicy, gathered, local
 from rpg.train.update import Updater, prepared
 
 RECOMPUTED = ("llama-tied", "gemma2-final-cap", "gpt2")
@@ -82,7 +83,31 @@ def check_steps(algorithm: Algorithm, world: World) -> None:
     assert found[1]["skipped"] == 0
 
 
+@torch.no_grad()
+def check_reference(world: World) -> None:
+    """An adapter that has moved away from the weights that are its reference; then these are renewed."""
+    model = adapters.attach(tiny.make("llama"), "lora", {"init_lora_weights": False}, "")
+    policy = Policy(model, tiny.tokenizer())
+    batch = make_batch(tiny.groups(policy), 0, policy.device)
+    sharded, found = ShardedPolicy(policy, world), []
+    for trained, where in ((sharded, world), (policy, ALONE)):
+        reference = Reference(trained, "every", ReferenceConfig(every=2), where, policy)
+        for _, p in trained.parameters():
+            local(p).mul_(1.5)
+        held_BT, moved_BT = reference.logp(batch, 25), batch_logp(trained, batch, 25, where)
+        assert held_BT is not None
+        assert reference.after_step(2, trained, None)
+        renewed_BT = reference.logp(batch, 25)
+        assert renewed_BT is not None
+        assert torch.equal(renewed_BT, moved_BT)
+        assert (held_BT - moved_BT).abs().max() > 0.1
+        found.append((held_BT, moved_BT))
+    for mine_BT, whole_BT in zip(*found, strict=True):
+        assert torch.allclose(mine_BT, whole_BT, atol=1e-5)
+
+
 with joined("cpu") as world:
+    check_reference(world)
     for preset in rpg.algorithms():
         check_steps(rpg.algorithm(preset), world)
     check_steps(rpg.algorithm("rpg-reinforce-urkl", clip=rpg.clip.Adaptive(target_ess=0.97)), world)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import tiny
+from rpg import cli
 from rpg.train import ranks
 from rpg.train.batch import Batch, dealt, filler, micro_batches
+from rpg.train.loop import Trainer
 from rpg.train.ranks import ALONE, World, deal, joined, own_device
+from rpg.train.shards import refuse_experts
 
 
 def test_prompts_are_dealt_once_and_the_same_prompt_to_one_rank() -> None:
@@ -90,6 +98,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_device("cpu", 1, 2) == torch.device("cpu")
     with pytest.raises(ValueError, match="device=cuda:3 with several processes: give cuda"):
         own_device("cuda:3", 0, 2)
+    with pytest.raises(ValueError, match="device=cpu:0 with several processes: give cpu"):
+        own_device("cpu:0", 0, 2)
+    with pytest.raises(ValueError, match=r"^device 'foo' is not to be had: Expected one of [^\n]*$"):
+        own_device("foo", 0, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device 'cuda' is not to be had: torch finds no GPU here"):
+        own_device("cuda", 0, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert own_device("cuda", 1, 2) == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="8 processes and 2 GPUs: torchrun --nproc-per-node 2"):
@@ -101,3 +116,46 @@ def test_one_process_of_torchrun_is_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert ranks.launched()
     with joined("cpu") as world:
         assert world is ALONE
+
+
+def test_a_torch_without_distributed_can_import_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", None)
+    assert runpy.run_path(ranks.__file__)["ALONE"].first
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_arguments_are_refused_by_one_rank(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(monkeypatch, WORLD_SIZE="2", RANK=rank)
+    waited: list[float] = []
+    monkeypatch.setattr("rpg.cli.time.sleep", waited.append)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["train", "--optim.lr", "x"])
+    told = "rpg train: argument --optim.lr: must be a number; got 'x' (rpg train --help)\n"
+    assert capsys.readouterr().err == (told if rank == "0" else "")
+    assert bool(waited) == (rank == "1")  # torchrun would end the first before it has spoken
+
+
+def test_what_one_rank_warns_of_is_told_by_the_first() -> None:
+    shown: list[str] = []
+    everybody: list[Any] = [(None, ["both"]), ("SIGINT", ["both", "few slots"]), (None, [])]
+    run = SimpleNamespace(warnings=["both"], stop=SimpleNamespace(by=None))
+    run.world = SimpleNamespace(gather=lambda mine: [mine, *everybody[1:]])
+    run.view = SimpleNamespace(message=lambda text, style: shown.append(f"{style}: {text}"))
+    assert Trainer._told_to_stop(run)  # type: ignore[arg-type]
+    assert shown == ["warning: rank 1: few slots"]
+    assert (run.stop.by, run.warnings) == ("SIGINT", [])
+
+
+def test_experts_that_are_modules_are_refused() -> None:
+    model = tiny.make("llama")
+    refuse_experts(model)
+    mlp = model.model.layers[1].mlp
+    mlp.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM keeps its experts as modules of their own \(mlp\.experts\)"
+    ):
+        refuse_experts(model)
+    mlp.experts.requires_grad_(False)  # none has a gradient
+    refuse_experts(model)

@@ -21,6 +21,7 @@ from running import CHANGING, TINY, assert_same, bits, lines, metrics, summary
 from safetensors.torch import load_file
 
 from forked import ENV
+from rpg.train.ranks import LOST
 
 TERSE = [
     *TINY,
@@ -35,7 +36,7 @@ TERSE = [
 ]
 NOISE = ("mismatch/",)  # is rounding, and nothing else
 RENEWED = ["--algorithm", "grpo-corrected", "--reference.update", "every", "--reference.every", "2"]
-RENEWED += ["--rollout.dynamic", "true", "--steps", "4"]
+RENEWED += ["--rollout.dynamic", "true", "--steps", "4", "--optim.name", "schedule-free"]
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +103,14 @@ def test_two_ranks_are_one(launcher: Launcher, tmp_path: Path) -> None:
     assert "step 3/3" in job.out[0]
     assert (job.out[1], job.err) == ("", ["", ""])
 
+    same = copied(two, tmp_path / "same", 2)
+    run(launcher, same, "--resume", *argv)
+    assert_same(bits(two), bits(same))
+
 
 def test_checkpoints_of_any_number_of_ranks(launcher: Launcher, tmp_path: Path) -> None:
-    """A reference that is renewed every two steps. Written by two, read by one and by two; by one, read by two."""
+    """A reference that is renewed every two steps; weights that are not the ones in model/, which has their average.
+    Written by two, read by one and by two; by one, read by two."""
     one, two = tmp_path / "one", tmp_path / "two"
     run(launcher, one, *TERSE, *RENEWED, ranks=1)
     run(launcher, two, *TERSE, *RENEWED)
@@ -195,6 +201,39 @@ def test_a_killed_rank_leaves_nobody_waiting(launcher: Launcher, tmp_path: Path)
     assert job.codes == [1, -signal.SIGKILL], job.text
     assert "rpg train: another process of the run is gone" in job.err[0]
     assert "Traceback" not in job.text
+
+
+def test_a_rank_that_is_killed_early_is_told_by_who_is_left(launcher: Launcher, tmp_path: Path) -> None:
+    """The first, before the run begins."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import os\nif os.environ['RANK'] == '0': os.kill(os.getppid(), 9)\n"
+        "def reward(response, answer, prompt): return 0\n"
+    )
+    job = launcher.start("train", "--output", tmp_path / "run", *TERSE, "--task.reward", f"{reward}:reward").wait()
+    assert job.codes == [-signal.SIGKILL, 1], job.text
+    assert job.err[1] == f"rpg train: {LOST}\n"
+
+
+def test_a_signal_to_one_rank_stops_all(launcher: Launcher, tmp_path: Path) -> None:
+    folder, twice = tmp_path / "run", tmp_path / "twice"
+    job = launcher.start("train", "--output", folder, *TERSE, "--steps", "500")
+    job.until(lambda: lines(folder) > 1)
+    job.kill(1, signal.SIGINT)
+    assert job.wait().codes == [130, 130], job.text
+    about = summary(folder)
+    assert (about["status"], about["stopped_by"]) == ("stopped", "SIGINT")
+    assert (folder / "checkpoints" / f"step-{about['step']:06d}").exists()
+    hint = "go on with: torchrun --nproc-per-node 2 -m rpg train --resume --output"
+    assert hint in job.out[0]
+
+    job = launcher.start("train", "--output", twice, *TERSE, "--steps", "500")
+    job.until(lambda: lines(twice) > 1)
+    for number in (signal.SIGINT, signal.SIGTERM):  # two of the same kind may come as one
+        job.kill(1, number)
+    job.wait()
+    assert_told_once(job, 130, f"stopped at once; {hint}")
+    assert summary(twice)["status"] == "stopped"
 
 
 def test_what_does_not_run_on_several_ranks(launcher: Launcher, tmp_path: Path) -> None:

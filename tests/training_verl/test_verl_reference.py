@@ -12,8 +12,17 @@ from rpg.integrations.verl.settings import settings
 from rpg.policy import Policy
 from rpg.train.config import ReferenceConfig
 from rpg.train.reference import Reference
+from rpg.train.renewal import Renewal
 
 KLS = [0.0, 0.3, 0.01, None, 0.2, 0.2, 0.0, 0.5, 0.01, 0.02, 0.4, 0.4]
+
+
+def after(renewal, kl):
+    """As the worker does after each of its updates."""
+    due = renewal.due(None, kl)
+    if due:
+        renewal.renewed()
+    return due
 
 
 @pytest.mark.parametrize(
@@ -21,8 +30,8 @@ KLS = [0.0, 0.3, 0.01, None, 0.2, 0.2, 0.0, 0.5, 0.01, 0.02, 0.4, 0.4]
 )
 def test_renewals_come_when_those_of_rpg_train_do(config):
     policy = Policy(tiny.make(), tiny.tokenizer(), 1.0)
-    own, theirs = reference.Renewal(config.update, config), Reference(policy, config.update, config)
-    due = [own.due(kl) for kl in KLS]
+    own, theirs = Renewal(config.update, config), Reference(policy, config.update, config)
+    due = [after(own, kl) for kl in KLS]
     assert due == [theirs.after_step(step, policy, kl) for step, kl in enumerate(KLS, 1)]
     assert 1 < sum(due) < len(due)
     assert own.renewals == theirs.renewals == sum(due)
@@ -30,11 +39,11 @@ def test_renewals_come_when_those_of_rpg_train_do(config):
 
 def test_a_renewal_goes_on_after_a_resume():
     config = ReferenceConfig("kl", kl=0.05, smoothing=0.8)
-    whole, first, second = (reference.Renewal("kl", config) for _ in range(3))
-    due = [whole.due(kl) for kl in KLS]
-    before = [first.due(kl) for kl in KLS[:5]]
+    whole, first, second = (Renewal("kl", config) for _ in range(3))
+    due = [after(whole, kl) for kl in KLS]
+    before = [after(first, kl) for kl in KLS[:5]]
     second.load(first.state())
-    assert before + [second.due(kl) for kl in KLS[5:]] == due
+    assert before + [after(second, kl) for kl in KLS[5:]] == due
 
 
 def run(strategy="fsdp2", **model):

@@ -101,7 +101,7 @@ def evaluate(
         how.temperature,
         stream(0, "eval"),
         top_p=how.top_p,
-        progress=lambda done: watch(f"evaluating {done * world.size}/{total}"),
+        progress=lambda done: watch(f"evaluating {min(total, done * world.size)}/{total}"),
     )
     found, begin = [], 0
     for name, chosen in sets.items():

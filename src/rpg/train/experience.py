@@ -243,7 +243,7 @@ class Collector:
             sampling.max_new_tokens,
             sampling.temperature,
             seed,
-            progress=lambda done: self.watch(f"rollout {done * self.world.size}/{total}"),
+            progress=lambda done: self.watch(f"rollout {min(total, done * self.world.size)}/{total}"),
             **how,
         )
         greedy = None

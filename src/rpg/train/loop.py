@@ -87,6 +87,10 @@ def train(config: Config, *, resume: bool = False, world: World = ALONE) -> dict
             trainer, logs = _set_up(config, folder, view, resume, stack, world)
         except (ValueError, OSError, checkpoint.CheckpointError, RankFailed) as error:
             raise Failed(str(error), setup=True) from error
+        except RuntimeError as error:
+            if world.has_lost(error):
+                raise Failed(LOST) from error
+            raise
         return trainer.run(logs)
 
 
@@ -168,6 +172,7 @@ class Trainer:
         world: World = ALONE,
     ):
         self.config, self.folder, self.view, self.world = config, folder, view, world
+        self.warnings: list[str] = []  # since ranks last told each other
         if found is not None:
             check_settings(self, found)
         self.algorithm = resolve(config)
@@ -227,6 +232,7 @@ class Trainer:
                 self.sync()
 
     def _warn(self, text: str) -> None:
+        self.warnings.append(text)
         self.view.message(text, "warning")
 
     def __enter__(self) -> Trainer:
@@ -239,7 +245,7 @@ class Trainer:
 
     def run(self, logs: RunLogs) -> dict[str, Any]:
         try:
-            with self.stop.listening(self._warn):
+            with self.stop.listening(lambda text: self.view.message(text, "warning")):
                 self._loop(logs)
             summary = summarise(self, *self._outcome())
             self.world.by_first(lambda: write_summary(self.folder, summary))
@@ -252,6 +258,7 @@ class Trainer:
                 raise Failed(message) from error
             if at_once:
                 self._warn(message)
+                raise KeyboardInterrupt(message) from None
             raise
         if self.config.log.report and self.world.first:
             self._report()
@@ -267,16 +274,21 @@ class Trainer:
     def _loop(self, logs: RunLogs) -> None:
         if self.done == 0:
             self._begin(logs)
-        while self.done < self.config.steps and not self._stopped() and not self._out_of_time:
+        while self.done < self.config.steps and not self._told_to_stop() and not self._out_of_time:
             self.step(self.done + 1, logs)
             if self.starved >= MAX_STARVED:
                 break
-        if self._stopped() and self.done > self.saved:
+        if self._told_to_stop() and self.done > self.saved:
             self.save(logs)
 
-    def _stopped(self) -> bool:
-        """Whether a signal has come to any rank: all stop at the same step."""
-        found = next((by for by in self.world.gather(self.stop.by) if by is not None), None)
+    def _told_to_stop(self) -> bool:
+        """Whether a signal has come to any rank: all stop at the same step. What a rank alone warned of is shown."""
+        mine, self.warnings = self.warnings, []
+        signals, warnings = zip(*self.world.gather((self.stop.by, mine)), strict=True)
+        for rank, texts in enumerate(warnings):
+            for text in (text for text in texts if text not in warnings[0]):
+                self.view.message(f"rank {rank}: {text}", "warning")
+        found = next((by for by in signals if by is not None), None)
         self.stop.by = found or self.stop.by
         return found is not None
 
@@ -298,7 +310,8 @@ class Trainer:
     def _resuming(self) -> str:
         if self.config.checkpoint.keep == 0:
             return "there is nothing to go on from, as checkpoint.keep is 0"
-        return f"go on with: rpg train --resume --output {shlex.quote(self.config.output)}"
+        several = f"torchrun --nproc-per-node {self.world.size} -m " if self.world.size > 1 else ""
+        return f"go on with: {several}rpg train --resume --output {shlex.quote(self.config.output)}"
 
     def step(self, step: int, logs: RunLogs) -> None:
         """One batch of rollouts, trained on; its row of metrics; an evaluation and a checkpoint where they are due."""

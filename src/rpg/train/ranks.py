@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -28,6 +28,8 @@ FAILED, TOLD = "rpg/failed", "rpg/told"  # keys of the store
 PATIENCE = datetime.timedelta(hours=24)  # for a rank that is slower; one that is gone is noticed otherwise
 LOST = "another process of the run is gone: killed, perhaps for its memory"
 POLL, GRACE = 0.3, 1.0  # seconds between two looks at the store; for a rank to fail by itself
+HEARING = 4.0  # for the first rank to tell the user
+STOPPED = 130  # the code of a run that was stopped at once
 
 
 class RankFailed(Exception):
@@ -43,13 +45,13 @@ class World:
         size: int = 1,
         device: torch.device | None = None,
         sharded: bool = False,
-        host: Any = None,
         store: Any = None,
     ):
         self.rank, self.size, self.device, self.sharded = rank, size, device, sharded
-        self._host, self._store = host, store
+        self._store = store
+        self.host: Any = None  # the group for objects; None: the default one
         self._over = threading.Event()
-        self.last_words: Callable[[str], None] = lambda text: None  # before this process is ended by its watcher
+        self.last_words: Callable[[str, str], None] = lambda text, status: None  # before the watcher ends this process
 
     @property
     def first(self) -> bool:
@@ -63,7 +65,7 @@ class World:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._host)
+        dist.all_gather_object(found, value, group=self.host)
         return found
 
     def agree(self, value: T) -> T:
@@ -71,7 +73,7 @@ class World:
         if self.size == 1:
             return value
         found = [value]
-        dist.broadcast_object_list(found, src=0, group=self._host)
+        dist.broadcast_object_list(found, src=0, group=self.host)
         return found[0]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -127,15 +129,21 @@ class World:
         return _leave(code)
 
     def _publish(self, message: str, code: int) -> None:
-        """To the other ranks. The first tells the user: wait for it, as torchrun ends all once one is gone."""
+        """To the other ranks. The first tells the user: wait for it, as torchrun ends all once one is gone. Where it is
+        the first that is gone, one of the others does."""
+        me = str(self.rank)
         try:
             if self.first:
-                self._store.set(TOLD, "1")
+                self._store.set(TOLD, me)
             self._store.compare_set(FAILED, "", json.dumps({"rank": self.rank, "message": message, "code": code}))
-            if not self.first:
-                self._store.wait([TOLD], datetime.timedelta(seconds=20))
-        except RuntimeError:  # torchrun, which holds the store, is gone, or the first rank is
-            pass
+            limit = time.monotonic() + HEARING
+            while not self._store.check([TOLD]) and time.monotonic() < limit:
+                time.sleep(0.05)
+            alone = self._store.compare_set(TOLD, "", me).decode() == me
+        except RuntimeError:  # torchrun, which holds the store, is gone
+            alone = True
+        if alone and not self.first:
+            print(f"rpg train: {_told(self.rank, message, code)}", file=sys.stderr, flush=True)
 
     def has_lost(self, error: BaseException) -> bool:
         """Whether an operation failed because another rank has gone without a word."""
@@ -157,10 +165,10 @@ class World:
             if self._over.wait(GRACE):
                 return
             if self.first:
-                text = about["message"] if about["rank"] == 0 else f"rank {about['rank']}: {about['message']}"
-                self.last_words(text)
+                text = _told(**about)
+                self.last_words(text, "stopped" if about["code"] == STOPPED else "failed")
                 print(f"rpg train: {text}", file=sys.stderr, flush=True)
-                store.set(TOLD, "1")
+                store.set(TOLD, "0")
             _leave(about["code"])
 
     def __enter__(self) -> World:
@@ -176,8 +184,15 @@ class World:
             at_once = isinstance(error, KeyboardInterrupt)
             if not at_once:
                 sys.excepthook(type(error), error, error.__traceback__)
-            self._publish(one_line(error), 1)
-            _leave(130 if at_once else 1)
+            message = str(error) or "stopped at once" if at_once else one_line(error)
+            code = STOPPED if at_once else 1
+            self._publish(message, code)
+            _leave(code)
+
+
+def _told(rank: int, message: str, code: int) -> str:
+    """What happened to a rank, to the user; which one was stopped is of no interest."""
+    return message if rank == 0 or message == LOST or code == STOPPED else f"rank {rank}: {message}"
 
 
 def _leave(code: int) -> int:
@@ -223,26 +238,41 @@ def _check_torch() -> None:
 
 def own_device(name: str, here: int, local: int) -> torch.device:
     """A GPU for each process, in order."""
-    if name != "auto" and torch.device(name).index is not None:
-        raise ValueError(f"device={name} with several processes: give cuda, or leave it out; each takes its own")
-    kind = torch.device(name).type if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        return torch.device("cpu")
-    if kind != "cuda":
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        asked = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
+    if asked.type not in ("cuda", "cpu"):
         raise ValueError(f"device={name} with several processes: cuda or cpu")
-    if (there := torch.cuda.device_count()) < local:
-        raise ValueError(f"{local} processes and {there} GPUs: torchrun --nproc-per-node {max(1, there)}")
+    if asked.index is not None:
+        raise ValueError(f"device={name} with several processes: give {asked.type}, or leave it out")
+    if asked.type == "cpu":
+        return asked
+    there = torch.cuda.device_count()
+    if not there:
+        raise ValueError("device 'cuda' is not to be had: torch finds no GPU here; --device cpu runs without")
+    if there < local:
+        raise ValueError(f"{local} processes and {there} GPUs: torchrun --nproc-per-node {there}")
     return torch.device("cuda", here)
 
 
 def join(device: torch.device, backend: str) -> World:
     """Meet the others where the environment says."""
+    from torch.distributed.rendezvous import rendezvous  # which some builds of torch do not have
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://"))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    host = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=PATIENCE)
-    world = World(rank, size, device, sharded=True, host=host, store=store)
+    world = World(rank, size, device, sharded=True, store=store)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        world.host = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=PATIENCE)
+    except RuntimeError as error:
+        if not world.has_lost(error):
+            raise
+        world.failed(LOST, 1)
     world.watch()
     return world
 

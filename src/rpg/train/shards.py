@@ -153,6 +153,8 @@ def _sharded_copy(model: Any, world: World, frozen: bool) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     assert world.device is not None
+    if not frozen:
+        refuse_experts(model)
     made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     mesh = init_device_mesh(world.device.type, (world.size,))
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
@@ -166,6 +168,19 @@ def _sharded_copy(model: Any, world: World, frozen: bool) -> Any:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return made.requires_grad_(False) if frozen else made
+
+
+def refuse_experts(model: Any) -> None:
+    """Experts that are modules of their own and are trained: of one that no token of a rank came to, that rank has no
+    gradient, and would wait for ever for the others, who add up theirs."""
+    for layer in layers_of(model):
+        for name, module in layer.named_modules():
+            listed = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) and len(module) > 1
+            if listed and "expert" in name.lower() and any(p.requires_grad for p in module.parameters()):
+                raise ValueError(
+                    f"{type(model).__name__} keeps its experts as modules of their own ({name}), which cannot be "
+                    "trained by several processes: use one, or an adapter that leaves them out"
+                )
 
 
 def layers_of(model: Any) -> list[Any]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ...models import adapters
 from ...train.config import ReferenceConfig
 from ...train.optim import HALF
-from ...train.reference import AVERAGE, Renewal, floating
+from ...train.reference import AVERAGE, floating
+from ...train.renewal import Renewal
 
 TENSORS, STATE = "rpg_reference.safetensors", "rpg_reference.json"
 

@@ -180,8 +180,10 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
     # ---- the optimiser step ------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **named: Any) -> Any:
-        """An optimiser step begins. Trainer makes none of an iterable dataset's last micro-batches, if they are too
-        few: nothing of them is left for the next."""
+        """An optimiser step begins.
+
+        Of an iterable dataset's last micro-batches, if too few, Trainer makes none: nothing of them is left for this.
+        """
         found = super().get_batch_samples(*args, **named)
         self.model_wrapped.zero_grad()
         self._means.take()

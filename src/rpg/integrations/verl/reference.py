@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...train.config import ReferenceConfig
+from ...train.renewal import Renewal
 from .losses import METRICS, settings_of
 from .metrics import WORKERS
 from .settings import ACTOR, OPTIONS, Settings
@@ -29,36 +29,6 @@ logger.setLevel(logging.INFO)
 RULES = ("every", "kl")
 UPDATED, KL = METRICS + "reference_updated", METRICS + "kl/ref"
 SHARDED = ("fsdp", "fsdp2")
-
-
-class Renewal:
-    """When the reference is renewed. ``updates``: calls of update_actor, one a step of verl's."""
-
-    def __init__(self, rule: str, config: ReferenceConfig):
-        self.rule, self.config = rule, config
-        self.updates = self.renewals = 0
-        self.average_kl = 0.0  # moving average of the KL per token from the reference
-
-    def due(self, kl: float | None) -> bool:
-        """After an update in which the KL per token, actor from reference, was ``kl``."""
-        self.updates += 1
-        if self.rule == "every":
-            due = self.updates % int(self.config.every) == 0
-        else:
-            past = self.config.smoothing
-            if kl is not None:
-                self.average_kl = past * self.average_kl + (1 - past) * kl
-            due = self.average_kl > self.config.kl
-        if due:
-            self.renewals += 1
-            self.average_kl = 0.0
-        return due
-
-    def state(self) -> dict[str, Any]:
-        return {"updates": self.updates, "renewals": self.renewals, "average_kl": self.average_kl}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.updates, self.renewals, self.average_kl = state["updates"], state["renewals"], state["average_kl"]
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -171,8 +141,9 @@ def check(actor_rollout_ref: Any) -> None:
 
 
 def _after_update(worker: Any, renewal: Renewal, output: Any, *_: Any, **__: Any) -> Any:
-    due = renewal.due(_agreed(_kl(output)))
+    due = renewal.due(None, _agreed(_kl(output)))  # calls of update_actor are counted, one a step of verl's
     if due:
+        renewal.renewed()
         copy_shards(worker.actor.engine.module, worker.ref.engine.module)
         if worker.rank == 0:
             logger.info("rpg: reference renewed after update %d (renewal %d)", renewal.updates, renewal.renewals)
@@ -225,8 +196,7 @@ def _after_load(worker: Any, renewal: Renewal, output: Any, local_path: str | No
     if saved["weights"]:
         _put(saved["weights"], worker.ref.engine.module)
     if worker.rank == 0:
-        state = renewal.state()
-        logger.info("rpg: reference restored: renewal %d, after update %d", state["renewals"], state["updates"])
+        logger.info("rpg: reference restored: renewal %d, after update %d", renewal.renewals, renewal.updates)
     return output
 
 
