@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ def run_train(args: argparse.Namespace) -> int:
         world = stack.enter_context(joined(config.device))
     except ValueError as error:
         if not first_of_launch():  # the first says it
+            time.sleep(1)  # torchrun ends all once one is gone, and the first may be slower
             return 2
         raise Mistake(str(error)) from error
     with stack:
