@@ -51,7 +51,7 @@ def check_norm():
         (7, 130, HALVES[0]),
     ):
         for offset in (False, True):
-            for tile in tiles:
+            for tile in tiles if rows < 37 else tiles[:2]:
                 x, dy = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
                 weight = torch.randn(width).to(dtype)
                 double = [t.double().requires_grad_() for t in (x, weight)]
