@@ -167,13 +167,17 @@ def test_calls_that_wait_are_scored_together(tmp_path, name, calls, alone):
     extra = {"tag": "", "problem": "p"}
     rewards("0", "1", extra)
     rewards.scorer().score([("0", "", "")] * 8)  # all workers are there
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(calls) as pool:
-        found = list(pool.map(lambda i: rewards(str(i / 100), "1", extra), range(calls)))
-    took = time.perf_counter() - begun
+    took = []
+    for _ in range(3):  # a machine may stall; one that scores them one by one is slow every time
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(calls) as pool:
+            found = list(pool.map(lambda i: rewards(str(i / 100), "1", extra), range(calls)))
+        took.append(time.perf_counter() - begun)
+        assert [one["score"] for one in found] == [i / 100 for i in range(calls)], "each call has its own"
+        if took[-1] < 0.6 * alone:
+            break
     rewards.scorer().close()
-    assert [one["score"] for one in found] == [i / 100 for i in range(calls)], "each call has its own"
-    assert took < 0.6 * alone
+    assert min(took) < 0.6 * alone
 
 
 def test_a_reward_that_cannot_be_had_is_known_to_each_call(tmp_path):
