@@ -25,7 +25,8 @@ ON_CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "training_verl.cp
 
 
 def environment(**more):
-    return os.environ | ON_CPU | {"PYTHONPATH": str(TESTS)} | {k: str(v) for k, v in more.items()}
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    return os.environ | ON_CPU | {"PYTHONPATH": path} | {k: str(v) for k, v in more.items()}
 
 
 SAME = ("theta0", "theta", "theta_ref", "rollout_logp")  # of every Case

@@ -49,7 +49,8 @@ def test_two_processes(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     base = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     running = [
         subprocess.Popen(
             [sys.executable, TESTS / "integrations" / "trl_fixed.py", tmp_path / "rank"],
