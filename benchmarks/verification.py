@@ -24,8 +24,9 @@ from pathlib import Path
 
 import yaml
 
-from rpg.tasks import Scorer, verify, worker
-from rpg.tasks.verify import verdict
+from rpg.rewards import worker
+from rpg.tasks import Scorer, verify
+from rpg.verify.judge import verdict
 
 PAIRS = Path(__file__).parents[1] / "tests" / "tasks" / "pairs"
 Item = tuple[str, str, bool]  # response, truth, is it right
@@ -248,9 +249,9 @@ def speeds(count: int, workers: int) -> None:
 
 def forget() -> None:
     """No verdict and no parsed expression of an earlier round, here or in verify's own worker."""
-    from rpg.tasks import mathematics
+    from rpg.verify import mathematics
 
-    module = sys.modules["rpg.tasks.verify"]
+    module = sys.modules["rpg.verify.judge"]
     for cached in (module.judged, mathematics.parse, mathematics.value):
         cached.cache_clear()
     if module._scorer is not None:

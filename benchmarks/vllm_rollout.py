@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from rpg.policy import Policy
+from rpg.models.policy import Policy
 from rpg.rollout import Engine, NativeEngine
 from rpg.rollout.vllm import VllmEngine
 

@@ -22,7 +22,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rpg.tasks.builtin import TRAIN, apply, arithmetic, chains, countdown, reduce_once, split_of, terms_of
+from rpg.tasks.sources.builtin import TRAIN, apply, arithmetic, chains, countdown, reduce_once, split_of, terms_of
 from rpg.tasks.task import Problem
 
 WORDS = ["<pad>", "<eos>", "\n", " ", *"0123456789+-*=", "make", "from", "answer"]

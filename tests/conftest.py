@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from forked import Server
+from forked import Job, Server
+from running import TINY
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture
+def command(server: Server) -> Callable[..., Job]:
+    """Run ``rpg …`` to its end."""
+    return lambda *argv, **options: server.start(*argv, **options).wait()
+
+
+@pytest.fixture
+def train(server: Server) -> Callable[..., Job]:
+    """Run ``rpg train --output FOLDER …`` with tiny settings to its end."""
+    return lambda folder, *argv, **options: server.start("train", "--output", folder, *TINY, *argv, **options).wait()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The mutation tests first: each takes a minute, and at the end one core would wait for them."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/test_mutations.py"))
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/loss/test_mutations.py"))

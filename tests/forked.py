@@ -15,7 +15,7 @@ from pathlib import Path
 # as `python -c CODE` would.
 SERVER = """
 import gc, json, os, sys
-import rpg.cli, rpg.report, rpg.train.loop, torch.utils.tensorboard
+import rpg.cli, rpg.report, rpg.training.loop, torch.utils.tensorboard
 import transformers.models.llama.modeling_llama, transformers.models.auto.modeling_auto
 import transformers.models.auto.tokenization_auto
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import rpg
+from rpg.plan.plan import plan
+from rpg.plan.table import duration, verdicts
+from rpg.run.config import Config
+from rpg.run.settings import build
 from rpg.tasks import load_task
-from rpg.train.config import Config
-from rpg.train.parts import resolve
-from rpg.train.plan import plan
-from rpg.train.plan_table import duration, verdicts
-from rpg.train.settings import build
+from rpg.training.setup import resolve
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rpg.models.known import KNOWN
-from rpg.train.devices import DEVICES
-from rpg.train.estimates import Batch, Work, decode_seconds
+from rpg.costs.devices import DEVICES
+from rpg.costs.seconds import Batch, Work, decode_seconds
+from rpg.models.known_shapes import KNOWN
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 sys.path.insert(0, str(PAGE.parent / "scale"))

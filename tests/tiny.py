@@ -72,7 +72,7 @@ def groups(policy, seed=0, sizes=(4, 3, 5), longest=9, noise=0.3):
     """Groups of random responses of all lengths, whose log-probabilities are the policy's with some noise."""
     from rpg.rollout import Rollout
     from rpg.tasks import Problem
-    from rpg.train.experience import Group, Response
+    from rpg.training.collect import Group, Response
 
     g = torch.Generator().manual_seed(seed)
 

@@ -21,7 +21,7 @@ from pieces import DENSE, H20, MIXTURE, MODELS, QWEN25_7B, SMALL, Job, Lengths, 
 from schedule import Layout, Plan, Rollout, Training, best, engines, fastest, layouts
 from settings import overrides
 
-from rpg.train.devices import DEVICES, Device
+from rpg.costs.devices import DEVICES, Device
 
 CONTEXTS, GPUS = (8192, 16384, 32768), (64, 256, 1024)
 H100, H200 = DEVICES["h100"], DEVICES["h200"]

@@ -11,9 +11,9 @@ from functools import cache, cached_property
 from math import exp, log, sqrt
 from statistics import NormalDist
 
-from rpg.models.counts import Counts
-from rpg.train.devices import DEVICES, Device
-from rpg.train.memory import Shape
+from rpg.costs.devices import DEVICES, Device
+from rpg.costs.memory import Shape
+from rpg.costs.operations import Counts
 
 NODE = 8  # GPUs
 

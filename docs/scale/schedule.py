@@ -7,10 +7,10 @@ from functools import cached_property
 
 from pieces import CARD, NODE, Job, Model, exchange, gather, together
 
-from rpg.models.counts import Ceilings
-from rpg.train.devices import Device
-from rpg.train.estimates import DECODE, PREFILL, Batch, Work, train_seconds
-from rpg.train.memory import SHARE
+from rpg.costs.devices import Device
+from rpg.costs.memory import SHARE
+from rpg.costs.operations import Ceilings
+from rpg.costs.seconds import DECODE, PREFILL, Batch, Work, train_seconds
 
 RESERVED = 0.85  # of a GPU's memory for an engine that has it alone; ASSUMPTION
 MOST_ROWS = 1024  # decoded at once by one engine; ASSUMPTION

@@ -1,17 +1,15 @@
 """rpg: KL-regularised policy gradients for language models, exact off-policy, with an audit that proves it."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import audit, mismatch
-    from . import clipping as clip
-    from .advantages import Advantage
-    from .algorithms import Algorithm, algorithm, algorithms
-    from .losses import LossOutput, PolicyLoss
-    from .objective import logit_score_sq, vocabulary_kl
+    from . import audit
+    from .loss import clip, mismatch
+    from .loss.advantages import Advantage
+    from .loss.methods import Algorithm, algorithm, algorithms
+    from .loss.objective import logit_score_sq, vocabulary_kl
+    from .loss.policy_loss import LossOutput, PolicyLoss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,36 +27,30 @@ __all__ = [
 ]
 
 # Loaded when first asked for: `rpg --help` and the processes that run reward functions do without torch.
-_MODULES = {"audit": "audit", "clip": "clipping", "mismatch": "mismatch"}
-_HOMES = {
-    "advantages": ("Advantage",),
-    "algorithms": ("Algorithm", "algorithm", "algorithms"),
-    "losses": ("LossOutput", "PolicyLoss"),
-    "objective": ("logit_score_sq", "vocabulary_kl"),
+_HOME = {
+    "Advantage": "loss.advantages",
+    "Algorithm": "loss.methods",
+    "LossOutput": "loss.policy_loss",
+    "PolicyLoss": "loss.policy_loss",
+    "algorithm": "loss.methods",
+    "algorithms": "loss.methods",
+    "audit": "audit",
+    "clip": "loss.clip",
+    "logit_score_sq": "loss.objective",
+    "mismatch": "loss.mismatch",
+    "vocabulary_kl": "loss.objective",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        found: object = import_module(f".{_MODULES[name]}", __name__)
-    elif name in _HOME:
-        found = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    else:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: object) -> None:
-        """Whoever imports the submodule rpg.algorithms must not put it in the place of the function rpg.algorithms."""
-        if not (name == "algorithms" and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+    module = import_module(f".{_HOME[name]}", __name__)
+    value: object = module if _HOME[name].split(".")[-1] == name else getattr(module, name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME})

@@ -18,7 +18,7 @@ SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "8", "--repeats
 
 def bench(*arguments):
     """The command; its sides run in processes of their own."""
-    from rpg.bench.command import add_bench
+    from rpg.commands.bench import add_bench
 
     parser = Parser(prog="rpg")
     add_bench(parser.add_subparsers(dest="command", parser_class=Parser))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rpg.bench import command, logp, rollout, suite, whole
+from rpg.bench import logp, rollout, suite, whole
 from rpg.bench.logp import logp_section
 from rpg.bench.rollout import rollout_section
 from rpg.bench.rows import Row, Section
@@ -19,7 +19,8 @@ from rpg.bench.versus import SideFailed, apart
 from rpg.bench.whole import step_section
 from rpg.bench.words import odd_end
 from rpg.cli import Mistake, Parser, main
-from rpg.models.counts import Ceilings
+from rpg.commands import bench as command
+from rpg.costs.operations import Ceilings
 
 SIZES = sizes_for("cpu", draws=512, repeats=1, new_tokens=8, peer_new_tokens=4)
 CEILINGS = Ceilings(flops=1e11, bytes=1e10)

@@ -142,7 +142,7 @@ def reference_logp(case):
 def _reference_logp():
     """The same for every case, though none but those with a reference has it in its batch."""
     from integrations.equivalence import Case
-    from rpg.train.reference import batch_logp
+    from rpg.training.reference import batch_logp
 
     case = Case("reinforce")
     return batch_logp(case.policy(case.theta_ref), case.batch, None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from rpg.rollout.sampling import truncate
+from rpg.kernels.sample_torch import truncate
 
 VOCABULARY = 80
 ENDS = [1, 2]

@@ -8,8 +8,8 @@ import torch
 import rpg
 from engine_vllm.small_models import PROMPTS, make
 from rpg.rollout.vllm import VllmEngine, merged_state, stored_state
-from rpg.train.config import Config, RolloutConfig
-from rpg.train.update import OldLogp
+from rpg.run.config import Config, RolloutConfig
+from rpg.training.update import OldLogp
 
 peft = pytest.importorskip("peft")
 

@@ -9,8 +9,8 @@ import pytest
 
 from rpg.export import verl
 from rpg.export.start import Start
-from rpg.train.config import Config
-from rpg.train.settings import build
+from rpg.run.config import Config
+from rpg.run.settings import build
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}

@@ -18,12 +18,12 @@ from rpg.export.data import messages
 from rpg.export.reward import Rewards, Written
 from rpg.export.start import from_run
 from rpg.export.table import ROWS, markdown
-from rpg.policy import Policy
+from rpg.models.policy import Policy
+from rpg.run.config import Config
+from rpg.run.settings import leaves
 from rpg.tasks import load_task
-from rpg.train.config import Config
-from rpg.train.parts import make_scorer
-from rpg.train.settings import leaves
-from rpg.train.summary import best_of
+from rpg.training.setup import make_scorer
+from rpg.training.summary import best_of
 
 LENGTH = """
 def score(response, answer, prompt):

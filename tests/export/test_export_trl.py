@@ -11,11 +11,11 @@ from trl import GRPOTrainer
 from rpg.cli import main
 from rpg.export import trl
 from rpg.export.start import Start
-from rpg.policy import Policy
-from rpg.train.config import Config
-from rpg.train.experience import encode_prompt
-from rpg.train.optim import learning_rate
-from rpg.train.settings import build
+from rpg.models.policy import Policy
+from rpg.run.config import Config
+from rpg.run.settings import build
+from rpg.training.collect import encode_prompt
+from rpg.training.optim import learning_rate
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}

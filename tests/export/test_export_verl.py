@@ -15,8 +15,8 @@ from export_cases import ADAPTER, FOLDER, RECIPES, REFUSED, VARIANTS, configs, r
 from rpg.export import verl
 from rpg.export.optim import ScheduledAdamW
 from rpg.export.start import Start
-from rpg.train.optim import learning_rate
-from rpg.train.parts import resolve
+from rpg.training.optim import learning_rate
+from rpg.training.setup import resolve
 
 PAPER = "paper/qwen3-4b-2k/"
 COMPOSED = [

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 import tiny
-from rpg.algorithms import Algorithm
-from rpg.policy import Policy
+from rpg.loss.methods import Algorithm
+from rpg.models.policy import Policy
 from rpg.rollout import Rollout
+from rpg.run.config import Config, OptimConfig, RolloutConfig
 from rpg.tasks import Problem
-from rpg.train.batch import Batch, make_batch, with_advantages
-from rpg.train.config import Config, OptimConfig, RolloutConfig
-from rpg.train.experience import Group, Response
-from rpg.train.optim import make_optimizer
-from rpg.train.parts import resolve
-from rpg.train.reference import batch_logp, rule_of
-from rpg.train.update import Updater, prepared
+from rpg.training.batch import Batch, make_batch, with_advantages
+from rpg.training.collect import Group, Response
+from rpg.training.optim import make_optimizer
+from rpg.training.reference import batch_logp, rule_of
+from rpg.training.setup import resolve
+from rpg.training.update import Updater, prepared
 
 GROUPS, SAMPLES = 4, 4  # 16 rows: on 2 processes, 4 micro-batches of 2 each
 LONGEST = 12  # tokens of a response
@@ -109,7 +109,7 @@ class Case:
 
     @cached_property
     def config(self) -> Config:
-        from rpg.train.config import ReferenceConfig
+        from rpg.run.config import ReferenceConfig
 
         return Config(
             algorithm=self.name,

@@ -17,11 +17,11 @@ import trl
 
 import rpg
 from integrations.trl_fixed import config
-from rpg.advantages import Advantage
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.integrations.trl.config import DECIDED
 from rpg.integrations.trl.scores import Scores, total_reward
 from rpg.integrations.trl.trainer import _sharding
+from rpg.loss.advantages import Advantage
 
 OTHER = {
     "loss_type": "grpo",

@@ -20,8 +20,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 import tiny
 from integrations.equivalence import GROUPS, LONGEST, SAMPLES, TEMPERATURE, Case
-from rpg.algorithms import algorithms
 from rpg.integrations.trl import RPGConfig, RPGTrainer
+from rpg.loss.methods import algorithms
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 gc.freeze()  # accelerate collects garbage when a training starts: all that was imported need not be looked at

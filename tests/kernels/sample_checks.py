@@ -7,7 +7,7 @@ import math
 import torch
 
 from rpg.kernels.sample import fused_sample, launch
-from rpg.rollout.sampling import sample, truncate
+from rpg.kernels.sample_torch import sample, truncate
 
 LAST = 1 - 2.0**-53
 HOW = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 1.0, 5), (1.0, 0.8, 0), (0.6, 0.95, 0), (1.3, 0.9, 7), (1.0, 0.3, 40)]

@@ -13,9 +13,9 @@ from rollout.engines import engine, forward_logp
 from rpg.kernels.fused import fuse
 from rpg.kernels.merged import merge, merging
 from rpg.models import BUILTIN, adapters
-from rpg.policy import Policy, head_is_linear
-from rpg.train.config import OptimConfig, PeftConfig
-from rpg.train.optim import make_optimizer
+from rpg.models.policy import Policy, head_is_linear
+from rpg.run.config import OptimConfig, PeftConfig
+from rpg.training.optim import make_optimizer
 
 IDS = torch.tensor([[5, 6, 7, 3, 9, 10, 11, 12], [4, 4, 9, 2, 8, 30, 31, 1]])
 START, MASK = torch.tensor([3, 4]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool)

@@ -10,10 +10,10 @@ import tiny
 from models.gguf_files import MODELS, SPECIAL, made, permuted, tokens, write
 from rpg.models.gguf import end_ids
 from rpg.models.loading import load
-from rpg.policy import Policy
+from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine
-from rpg.train.config import OptimConfig
-from rpg.train.optim import make_optimizer
+from rpg.run.config import OptimConfig
+from rpg.training.optim import make_optimizer
 
 IDS = torch.tensor([[5, 6, 7, 8, 30, 31, 2, 3]])
 

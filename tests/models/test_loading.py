@@ -15,8 +15,8 @@ from models.gguf_files import made, write
 from rpg.models import adapters, loading
 from rpg.models.loading import load
 from rpg.models.meta import config_of, shell
-from rpg.policy import Policy
-from rpg.train.config import PeftConfig
+from rpg.models.policy import Policy
+from rpg.run.config import PeftConfig
 
 ONE_LINE = r"^[^\n]*{}[^\n]*$".format
 ASK = """

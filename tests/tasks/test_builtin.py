@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rpg.tasks import load_task
-from rpg.tasks.builtin import LARGEST, score_arithmetic, score_countdown, score_mixed
+from rpg.tasks.sources.builtin import LARGEST, score_arithmetic, score_countdown, score_mixed
 
 NAMES = ("arithmetic", "countdown", "mixed")
 COUNT = 10_000
@@ -187,7 +187,7 @@ def test_every_answer_scores_one_and_its_neighbour_nothing(problems):
 
 @pytest.fixture(scope="module")
 def policy():
-    from rpg.policy import Policy
+    from rpg.models.policy import Policy
 
     return Policy.load("builtin")
 
@@ -215,7 +215,7 @@ def test_the_tokenizer_gives_back_what_the_tasks_write(policy, problems):
 
 
 def test_the_base_model_has_room_for_every_prompt_and_response(policy, problems):
-    from rpg.train.config import Config
+    from rpg.run.config import Config
 
     config = Config()
     for name in NAMES:
@@ -226,9 +226,9 @@ def test_the_base_model_has_room_for_every_prompt_and_response(policy, problems)
 
 def test_the_base_model_begins_between_20_and_40_percent(policy):
     from rpg.rollout import NativeEngine
+    from rpg.run.config import Config
     from rpg.tasks import Scorer
-    from rpg.train.config import Config
-    from rpg.train.evaluate import evaluate
+    from rpg.training.evaluate import evaluate
 
     task, config = load_task("arithmetic"), Config()
     with Scorer(task.reward, trusted=True) as scorer:

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rpg.tasks import Problem, load_task, load_tests
-from rpg.tasks.datasets import DATASETS, dataset_name
-from rpg.tasks.hub import HubId
+from rpg.tasks.sources.datasets import DATASETS, dataset_name
+from rpg.tasks.sources.hub import HubId
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hub import Hub

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg.tasks.files import load_file, problems_of, split
+from rpg.tasks.sources.files import load_file, problems_of, split
 from rpg.tasks.task import Problem
 from rpg.tasks.templates import fill
 

@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 
-from rpg.tasks import ENDLESS, Scorer, gym, load_task
-from rpg.tasks.gym import TEMPLATE
+from rpg.tasks import ENDLESS, Scorer, load_task
+from rpg.tasks.sources import gym
+from rpg.tasks.sources.gym import TEMPLATE
 from rpg.tasks.task import Task
 
 pytest.importorskip("reasoning_gym")

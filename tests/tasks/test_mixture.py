@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpg.tasks import ENDLESS, Problem, Scorer, Task, load_task
-from rpg.tasks.mixture import Marked, finite, mix, parse, pattern
-from rpg.tasks.tagged import Tagged, tag_of
+from rpg.tasks.sources.mixture import Marked, finite, mix, parse, pattern
+from rpg.tasks.sources.tagged import Tagged, tag_of
 
 
 def score(response, answer, prompt):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg.tasks.scoring import Part, Scorer
+from rpg.rewards.scoring import Part, Scorer
 
 REWARDS = '''
 import asyncio, os, sys, time
@@ -217,7 +217,7 @@ def test_the_clock_of_a_call_starts_with_it(rewards):
 
 @pytest.mark.parametrize("name", ["in_threads", "Judge"])
 def test_other_ways_to_wait(rewards, name):
-    from rpg.tasks.importing import load_function
+    from rpg.rewards.importing import load_function
 
     reward = f"{rewards}:{name}" if name == "in_threads" else load_function(f"{rewards}:Judge")()
     with Scorer(reward, workers=1) as scorer:

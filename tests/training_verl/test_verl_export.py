@@ -24,11 +24,11 @@ import verl_run
 from safetensors.torch import load_file
 
 from rpg.cli import main
+from rpg.run.config import Config
+from rpg.run.settings import build
 from rpg.tasks import load_task
-from rpg.train.config import Config
-from rpg.train.optim import learning_rate
-from rpg.train.parts import make_scorer
-from rpg.train.settings import build
+from rpg.training.optim import learning_rate
+from rpg.training.setup import make_scorer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "builtin" / "rpg-urkl.yaml"
 STEPS, PROMPTS, SAMPLES, MINIBATCHES = 2, 8, 4, 2

@@ -9,10 +9,10 @@ import pytest
 import tiny
 from rpg.integrations.verl import reference
 from rpg.integrations.verl.settings import settings
-from rpg.policy import Policy
-from rpg.train.config import ReferenceConfig
-from rpg.train.reference import Reference
-from rpg.train.renewal import Renewal
+from rpg.loss.anchor import Renewal
+from rpg.models.policy import Policy
+from rpg.run.config import ReferenceConfig
+from rpg.training.reference import Reference
 
 KLS = [0.0, 0.3, 0.01, None, 0.2, 0.2, 0.0, 0.5, 0.01, 0.02, 0.4, 0.4]
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
-from ..algorithms import Algorithm
-from ..losses import PolicyLoss
+from ..loss.methods import Algorithm
+from ..loss.policy_loss import PolicyLoss
 from .measure import Measurement, Subject, measure, observe
 from .problem import SCENARIOS, Batch, Problem
 from .subjects import resolve

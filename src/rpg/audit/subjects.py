@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import clipping as clip
-from ..algorithms import Algorithm, algorithm, algorithms
-from ..losses import PolicyLoss
-from ..names import choose
-from ..objective import DIVERGENCES
+from ..console import choose
+from ..loss import clip
+from ..loss.methods import Algorithm, algorithm, algorithms
+from ..loss.objective import DIVERGENCES
+from ..loss.policy_loss import PolicyLoss
 from .measure import Coefficients, Subject
 from .problem import Batch
 

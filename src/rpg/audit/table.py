@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..console import printed
 from . import SCENARIOS
 from .summary import EXACT, RIGHT_WHERE, SHORT, THREE_POLICIES, Line, Report, finding, grade, share, size, two_digits
 
-PIPE_WIDTH = 100
 COLOURS = {"exact": "green", "rounding": "green", "small": "yellow", "medium": "red", "large": "bold red"}
 MARKS = {"everywhere": "✓", "nowhere": "✗"}
 
@@ -111,21 +109,6 @@ _COSINE = Column(
 MAIN = [_LOSS, _RIGHT, _CLAIM, *_FIXED, _WORST_VARIABLE, _KL]
 DETAILS = [_LOSS, *_VARIABLE, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT]
 EVERYTHING = [_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT]
-
-
-def console() -> Console:
-    """The terminal at its own width; a pipe at 100 columns, without colour."""
-    made = Console(highlight=False, markup=False, emoji=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
-
-
-@contextmanager
-def printed() -> Iterator[Console]:
-    """A console whose output reaches stdout at the end, without the blanks that tables leave at the ends of lines."""
-    to = console()
-    with to.capture() as captured:
-        yield to
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def show(report: Report, verbose: bool = False) -> None:

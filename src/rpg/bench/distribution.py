@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.sample_torch import truncate
 from ..rollout import NativeEngine
-from ..rollout.sampling import truncate
 from .shapes import make_model, make_tokenizer
 from .sizes import Sizes
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..costs.operations import Ceilings, logp_flops
 from ..kernels import linear_logp
-from ..models.counts import Ceilings, logp_flops
 from .peers import PEERS
 from .rows import Column, Row, Section, Target, ratio
 from .sizes import Sizes

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..audit.table import printed
+from ..console import printed
 from .step import WARMUP, Took, Work
 from .versus import Result
 

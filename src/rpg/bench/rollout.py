@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..models.counts import Ceilings, Counts
+from ..costs.operations import Ceilings, Counts
 from .distribution import distribution_rows
 from .rows import Column, Row, Section, Target, ratio
 from .shapes import make_model, make_tokenizer, random_prompts, vocabulary

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from ..costs.operations import Ceilings, Counts, logp_flops
 from ..kernels import linear_logp
-from ..models.counts import Ceilings, Counts, logp_flops
 from .logp import both_ways, make_problem
 from .rollout import run_native
 from .rows import Column, Row, Section

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..models.known import KNOWN, rope
+from ..models.known_shapes import KNOWN, rope
 from .sizes import Sizes
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +56,7 @@ def make_model(name: str, sizes: Sizes, dtype: str | None = None, seed: int = 0,
         with torch.device(sizes.device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
     else:
-        from ..policy import Policy
+        from ..models.policy import Policy
 
         model = Policy.load(name, device=sizes.device, dtype=kind).model
     model.generation_config.eos_token_id = None

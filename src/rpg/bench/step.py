@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..train.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
+from ..run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
 
 WARMUP = 1  # steps of each side that do not count
 
@@ -91,7 +91,7 @@ def peak_memory_gb(device: str) -> float:
     """Of this process: on a GPU what torch allocated there, else resident memory."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 2**30
-    from ..train.summary import peak_memory_gb as on_the_host
+    from ..training.summary import peak_memory_gb as on_the_host
 
     return on_the_host()
 
@@ -133,10 +133,10 @@ def settings(work: Work, folder: Path) -> Config:
 
 def rpg_steps(work: Work) -> Iterator[Took]:
     """``Trainer.step`` of ``rpg train``, its metrics and samples written to files as ever."""
-    from ..train.logs import RunLogs
-    from ..train.loop import Trainer
-    from ..train.settings import flat
-    from ..train.view import View
+    from ..run.logs import RunLogs
+    from ..run.settings import flat
+    from ..run.view import View
+    from ..training.loop import Trainer
 
     class Kept(View):
         row: dict[str, Any]

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from ..models.counts import Ceilings
+from ..costs.operations import Ceilings
 from .logp import logp_section
 from .report import machine
 from .rollout import rollout_section

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from ..audit.table import printed
+from ..console import printed
 from .rows import Column, Findings, Row, Section, number
 
 MUST = "must hold"

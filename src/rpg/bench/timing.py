@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..models.counts import Ceilings
+from ..costs.operations import Ceilings
 from .rows import Row, error_line
 from .sizes import Sizes
 from .step import finish, peak_memory_gb

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from ..costs.operations import Ceilings, Counts
 from ..kernels.fused import fuse
-from ..models.counts import Ceilings, Counts
-from ..policy import Policy
-from ..train.batch import Batch
-from ..train.config import Config, OptimConfig, RolloutConfig
-from ..train.optim import make_optimizer
-from ..train.parts import resolve
-from ..train.reference import batch_logp
-from ..train.update import Updater
+from ..models.policy import Policy
+from ..run.config import Config, OptimConfig, RolloutConfig
+from ..training.batch import Batch
+from ..training.optim import make_optimizer
+from ..training.reference import batch_logp
+from ..training.setup import resolve
+from ..training.update import Updater
 from .rows import Column, Row, Section, Target
 from .shapes import make_model, make_tokenizer, random_prompts, vocabulary
 from .sizes import Sizes

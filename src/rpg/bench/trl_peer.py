@@ -15,8 +15,8 @@ from time import perf_counter
 from typing import Any
 
 from ..models import BUILTIN
+from ..rewards.importing import load_function
 from ..tasks import load_task
-from ..tasks.importing import load_function
 from .step import Took, Work, finish, optimiser_steps, use_threads
 
 MICRO_BATCH = 32  # responses in one pass on a CPU: 16, 32 and 64 take it the same time, 8 more

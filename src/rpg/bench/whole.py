@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from ..models.counts import Ceilings, Counts
+from ..costs.operations import Ceilings, Counts
 from .rows import Column, Row, Section, Target, ratio
 from .shapes import make_model, random_prompts, save_model
 from .sizes import Sizes

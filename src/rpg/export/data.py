@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..run.config import Config
 from ..tasks import ENDLESS, Problem, Task
-from ..train.config import Config
-from ..train.experience import prompt_parts
-from ..train.parts import held_out
+from ..training.collect import prompt_parts
+from ..training.setup import held_out
 from .reward import tag_text
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # a chat template that adds nothing

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..run.config import Config
 from ..tasks import Task
-from ..tasks.rewards import make_reward
+from ..tasks.reward import make_reward
 from ..tasks.templates import template_text
-from ..train.config import Config
 from .reward import Written, described, made
 
 HEAD = '''\

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from ..train.config import OptimConfig
-from ..train.optim import learning_rate
+from ..run.config import OptimConfig
+from ..training.optim import learning_rate
 
 
 class ScheduledAdamW(AdamW):

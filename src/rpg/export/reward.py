@@ -15,13 +15,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from ..rewards.importing import FILES, load_function
+from ..rewards.scoring import Part
 from ..tasks import Scorer
-from ..tasks.gym import GymReward
-from ..tasks.importing import FILES, load_function
-from ..tasks.mixture import ByPart
-from ..tasks.rewards import well_formed
-from ..tasks.scoring import Part
-from ..tasks.tagged import Tagged
+from ..tasks.reward import well_formed
+from ..tasks.sources.gym import GymReward
+from ..tasks.sources.mixture import ByPart
+from ..tasks.sources.tagged import Tagged
 
 GATHER = 0.005  # seconds in which calls that come at about the same time are taken together
 UNIT = 1e-9  # rewards closer than this are equal to ``rpg train`` too

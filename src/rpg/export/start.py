@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..models import BUILTIN
-from ..train import checkpoint
-from ..train.config import Config
-from ..train.summary import best_of
+from ..run import checkpoint
+from ..run.config import Config
+from ..training.summary import best_of
 
 
 @dataclass(frozen=True)

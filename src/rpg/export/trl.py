@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..algorithms import Algorithm
-from ..train.config import Config
-from ..train.parts import resolve
-from ..train.reference import rule_of
+from ..loss.methods import Algorithm
+from ..run.config import Config
+from ..training.reference import rule_of
+from ..training.setup import resolve
 from .start import Start, check_reference, fresh, tensor_parallel
 
 GPU_TOKENS = 32768  # in one pass, where the recipe does not say
@@ -247,11 +247,11 @@ from transformers import AutoTokenizer
 
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.tasks import ENDLESS, load_task
-from rpg.train.config import Config
-from rpg.train.experience import prompt_parts
-from rpg.train.optim import learning_rate
-from rpg.train.parts import held_out, make_scorer
-from rpg.train.settings import build
+from rpg.run.config import Config
+from rpg.training.collect import prompt_parts
+from rpg.training.optim import learning_rate
+from rpg.training.setup import held_out, make_scorer
+from rpg.run.settings import build
 
 HERE = Path(__file__).parent
 RECIPE = build(Config, file=HERE / "recipe.yaml")

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..algorithms import Algorithm
 from ..integrations.verl.settings import AGG_MODES, PREFIX, settings
+from ..loss.methods import Algorithm
 from ..models.adapters import DEFAULTS
-from ..train.config import Config
-from ..train.parts import resolve
-from ..train.reference import rule_of
+from ..run.config import Config
+from ..training.reference import rule_of
+from ..training.setup import resolve
 from .data import PLAIN
 from .overrides import FOLDER, HERE, quoted, text
 from .start import Start, check_reference, fresh, is_adapter, lora_of, tensor_parallel

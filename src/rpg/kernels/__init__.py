@@ -1,5 +1,5 @@
 """Log-probabilities, entropies and exact KL from hidden states and the head, without the logits."""
 
-from .linear_logp import head_logits, linear_logp, linear_logp_kl
+from .logp import head_logits, linear_logp, linear_logp_kl
 
 __all__ = ["head_logits", "linear_logp", "linear_logp_kl"]

@@ -77,7 +77,7 @@ def launch(
     stages: int | None = None,
 ) -> Tensor:
     """decode_attention by the kernels, with their settings."""
-    from .decode_triton import attend, merge
+    from .triton.decode import attend, merge
 
     A, H, D = query_AHD.shape
     G, M, R = keys_SGRD.shape[1], prompt_keys_PGMD.shape[2], keys_SGRD.shape[2]

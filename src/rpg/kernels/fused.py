@@ -52,7 +52,7 @@ def fuse(model: nn.Module) -> list[str]:
 
 @functools.cache
 def _kernels() -> Any:
-    from . import fused_triton
+    from .triton import fused as fused_triton
 
     return fused_triton
 

@@ -1,4 +1,4 @@
-"""One token for each row of logits, as rpg.rollout.sampling.sample draws them: one pass over the logits, no sorting.
+"""One token for each row of logits, as sample_torch.sample draws them: one pass over the logits, no sorting.
 
 The pass leaves, of every 64 words, the largest logit and the sum of their weights. Of the whole distribution a second
 kernel then reads the 64 words in which the cumulative distribution passes the uniform number. A truncated one takes
@@ -28,7 +28,7 @@ def fused_sample(
     Tokens tied with the last one kept are kept. On a GPU safe inside a CUDA graph; elsewhere this is sample().
     """
     if not has_triton(logits_AV):
-        from ..rollout.sampling import sample
+        from .sample_torch import sample
 
         return sample(logits_AV, uniform_A, temperature, top_p, top_k)
     if temperature == 0:
@@ -50,7 +50,7 @@ def launch(
     search: tuple[int, int, int] = (1024, 8, 8),
 ) -> tuple[Tensor, Tensor]:
     """fused_sample by the kernels, with their settings; ``search``: words a block, thresholds a pass, warps."""
-    from .sample_triton import bound, collect, draw_truncated, draw_whole, pieces
+    from .triton.sample import bound, collect, draw_truncated, draw_whole, pieces
 
     A, V = logits_AV.shape
     device = logits_AV.device

@@ -75,7 +75,7 @@ _made: list[Any] = []
 def _kernels() -> list[Any]:
     """Made at the first use: Triton is not needed on a CPU."""
     if not _made:
-        from . import step_triton
+        from .triton import step as step_triton
 
         _made.extend([step_triton.begin_kernel, step_triton.end_kernel])
     return _made

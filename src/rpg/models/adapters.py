@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ UNFIT = {
     "shadow": "it runs a second model beside the first",
 }
 SPELT = {"dora": ("lora", {"use_dora": True}), "rslora": ("lora", {"use_rslora": True})}
+
+
+class AdapterSettings(Protocol):
+    """``peft`` in a run's settings."""
+
+    @property
+    def method(self) -> str | None: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
 
 
 def attach(model: Any, method: str, options: Mapping[str, Any], base: str) -> Any:

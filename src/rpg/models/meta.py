@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import BUILTIN
-from .known import known_config
+from .known_shapes import known_config
 from .loading import SHARED, Explained, ask_hub, check_config, explain, is_adapter
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.sample_torch import sample, uniform_table
 from .attention import attending, logits_after
 from .engine import NotFinite, Rollout, Sampling
-from .sampling import sample, uniform_table
 
 
 class SlotCache:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode import decode_attention
-from ..kernels.linear_logp import head_logits
+from ..kernels.logp import head_logits
 from ..kernels.merged import merging
 from ..kernels.packed import Packing, attend, pack
 from ..kernels.sample import fused_sample
+from ..kernels.sample_torch import uniform_table
 from ..kernels.step import DEAD, LENGTH, PROMPT, PROMPT_LENGTH, SLOT, begin_step, end_step
 from .attention import attending, logits_after
 from .engine import NotFinite, Rollout, Sampling
-from .sampling import uniform_table
 
 LOOK_EVERY = 8  # steps between two looks at who is done
 READ_TOKENS = 32768  # prompt tokens in one pass

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.sample_torch import uniforms
 from .engine import NotFinite, Rollout, Sampling
-from .sampling import uniforms
 
 CPU_CACHE = 2**30  # bytes of keys and values on a CPU, where nothing is said of them
 GPU_SHARE = 0.4  # of a GPU's memory for vLLM's weights, keys and values: the rest is the trainer's

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .builtin import BUILTIN
+from ..rewards import Reward, RewardError, Scorer, Scores
+from ..verify import verify
 from .loading import load_task, load_tests, verify_reward
-from .mixture import finite
-from .scoring import RewardError, Scorer, Scores
-from .task import ENDLESS, Problem, Reward, Task
-from .verify import verify
+from .sources.builtin import BUILTIN
+from .sources.mixture import finite
+from .task import ENDLESS, Problem, Task
 
 __all__ = [
     "BUILTIN",

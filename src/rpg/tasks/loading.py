@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..names import choose
+from ..console import choose
+from ..rewards.importing import load_function
+from ..verify import verify
+from ..verify.judge import preload as preload  # called by workers, before the clock of an answer runs
 from . import overlap
-from .builtin import BUILTIN
-from .datasets import DATASETS, dataset_name, load_split, prepare, row_of
-from .files import SUFFIXES, load_file, split
-from .gym import PREFIX, load_gym
-from .hub import HubId, load_hub
-from .importing import load_function
-from .mixture import SIGN, WEIGHTED, ByPart, Marked, finite, mix, parse, unused
+from .sources.builtin import BUILTIN
+from .sources.datasets import DATASETS, dataset_name, load_split, prepare, row_of
+from .sources.files import SUFFIXES, load_file, split
+from .sources.gym import PREFIX, load_gym
+from .sources.hub import HubId, load_hub
+from .sources.mixture import SIGN, WEIGHTED, ByPart, Marked, finite, mix, parse, unused
 from .task import Problem, Task
-from .verify import verify
 
 OTHERS = "a .jsonl, .json or .parquet file, org/name on the hub, gym:GENERATOR, or my_task.py:make"
 

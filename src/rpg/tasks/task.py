@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import overload
+
+from ..rewards import Reward
 
 ENDLESS = 2**31  # length of problems that are made when asked for
 
@@ -37,12 +39,6 @@ class Lazy(Sequence[Problem]):
         if isinstance(index, slice):
             return [self.problem(i) for i in range(*index.indices(len(self)))]
         return self.problem(index)
-
-
-class Reward(Protocol):
-    """What a response is worth. Responses with a reward above one half count as solved."""
-
-    def __call__(self, response: str, answer: str, prompt: str) -> float: ...
 
 
 @dataclass(frozen=True)

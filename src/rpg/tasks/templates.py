@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from ..names import choose
+from ..console import choose
 
 PLACE = "{prompt}"
 WRAPPED = "wrapped"  # the template of problems that say themselves how to answer: a run's own leaves them alone

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
-from ...names import one_of
-from ...train.config import ReferenceConfig
+from ...console import one_of
+from ...run.config import ReferenceConfig
 
 DEFAULT = "rpg-reinforce-urkl"
 UPDATES = ("auto", "old", "every", "kl", "ema", "frozen")

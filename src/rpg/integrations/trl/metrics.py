@@ -5,7 +5,7 @@ from __future__ import annotations
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import Tensor
 
-from ...train.update import Means
+from ...training.update import Means
 
 
 class StepMeans(Means):

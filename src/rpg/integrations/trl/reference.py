@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ...loss.anchor import Renewal
 from ...models import adapters
-from ...train.config import ReferenceConfig
-from ...train.optim import HALF
-from ...train.reference import AVERAGE, floating
-from ...train.renewal import Renewal
+from ...run.config import ReferenceConfig
+from ...training.optim import HALF
+from ...training.reference import AVERAGE, floating
 
 TENSORS, STATE = "rpg_reference.safetensors", "rpg_reference.json"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...advantages import Advantage
+from ...loss.advantages import Advantage
 
 SAME = 1e-6  # rewards of a group no further apart are equal: a sum of several is no more exact in float32
 

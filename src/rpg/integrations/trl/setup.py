@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ...advantages import Advantage
-from ...algorithms import Algorithm, algorithm
-from ...clipping import Adaptive, Unweighted
-from ...losses import PolicyLoss
-from ...mismatch import SequenceMask
-from ...names import one_of
-from ...train.parts import MISMATCH
+from ...console import one_of
+from ...loss.advantages import Advantage
+from ...loss.clip import Adaptive, Unweighted
+from ...loss.methods import Algorithm, algorithm
+from ...loss.mismatch import SequenceMask
+from ...loss.policy_loss import PolicyLoss
+from ...training.setup import MISMATCH
 from .config import RPGConfig
 
 AlgorithmLike = Algorithm | PolicyLoss | str | None

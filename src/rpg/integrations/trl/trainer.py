@@ -23,8 +23,8 @@ from trl import GRPOTrainer
 from trl.models import prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, get_config_model_id
 
-from ...advantages import soft_overlong_penalty
-from ...train.reference import rule_of
+from ...loss.advantages import soft_overlong_penalty
+from ...training.reference import rule_of
 from . import resume
 from .config import RPGConfig
 from .metrics import StepMeans

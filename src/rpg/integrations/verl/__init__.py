@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...algorithms import Algorithm
+from ...loss.methods import Algorithm
 from .settings import Settings, settings
 
 if TYPE_CHECKING:

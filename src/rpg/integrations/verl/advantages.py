@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...advantages import KINDS, Advantage, Groups, batch_whitening
-from ...algorithms import algorithm, algorithms
+from ...loss.advantages import KINDS, Advantage, Groups, batch_whitening
+from ...loss.methods import algorithm, algorithms
 
 logger = logging.getLogger("rpg.integrations.verl")
 

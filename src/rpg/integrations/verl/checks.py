@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any
 
-from ...names import choose
+from ...console import choose
 from . import reference
 from .losses import GIVEN, check_actor
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings

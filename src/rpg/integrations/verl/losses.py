@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...losses import LossOutput, PolicyLoss
+from ...loss.policy_loss import LossOutput, PolicyLoss
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings, settings
 
 METRICS = "actor/rpg/"

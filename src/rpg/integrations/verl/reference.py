@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...train.renewal import Renewal
+from ...loss.anchor import Renewal
 from .losses import METRICS, settings_of
 from .metrics import WORKERS
 from .settings import ACTOR, OPTIONS, Settings

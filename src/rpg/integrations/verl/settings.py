@@ -10,12 +10,12 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from ...algorithms import Algorithm, algorithm, algorithms
-from ...clipping import Adaptive
-from ...losses import PolicyLoss
-from ...mismatch import SequenceMask
-from ...names import choose, one_of
-from ...train.config import ReferenceConfig
+from ...console import choose, one_of
+from ...loss.clip import Adaptive
+from ...loss.methods import Algorithm, algorithm, algorithms
+from ...loss.mismatch import SequenceMask
+from ...loss.policy_loss import PolicyLoss
+from ...run.config import ReferenceConfig
 
 PREFIX = "rpg:"
 ACTOR = "actor_rollout_ref.actor"
@@ -141,7 +141,7 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
     given = options.get("reference")
     reference = _reference(options.pop("reference")) if isinstance(given, Mapping) else ReferenceConfig()
     if isinstance(rule := options.get("mismatch"), str):
-        from ...train.parts import MISMATCH
+        from ...training.setup import MISMATCH
 
         one_of(f"{OPTIONS}.mismatch", rule, MISMATCH)
         options["mismatch"] = MISMATCH[rule]

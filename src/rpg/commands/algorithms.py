@@ -1,0 +1,85 @@
+"""``rpg algorithms``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ..console import one_line, printed
+
+if TYPE_CHECKING:
+    from ..loss.advantages import Advantage
+    from ..loss.methods import Algorithm
+
+
+def add_algorithms(commands: Any) -> None:
+    parser = commands.add_parser(
+        "algorithms",
+        help="the presets: what each method is made of",
+        description="The presets, each a choice of divergence, estimator, clip, level, advantage and reduction.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of them: its formula, options and paper")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.set_defaults(run=run_algorithms)
+
+
+def run_algorithms(args: argparse.Namespace) -> int:
+    from ..loss.describe import describe
+    from ..loss.methods import algorithm, algorithms
+
+    with one_line("", ValueError):
+        chosen = [algorithm(name) for name in ([args.name] if args.name else algorithms())]
+    if args.json:
+        found = [describe(a) for a in chosen]
+        print(json.dumps(found[0] if args.name else found, indent=1, ensure_ascii=False))
+    elif args.name:
+        _show_algorithm(chosen[0])
+    else:
+        _show_algorithms(chosen)
+    return 0
+
+
+def _call(advantage: Advantage) -> str:
+    """Advantage('reward-to-go', whiten=True, beta=0.01)"""
+    chosen = [f"{f.name}={v!r}" for f in fields(advantage) if (v := getattr(advantage, f.name)) != f.default]
+    return f"Advantage({', '.join(text.removeprefix('kind=') for text in chosen)})"
+
+
+def _show_algorithms(chosen: list[Algorithm]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..loss.describe import describe
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("name\npaper", "KL, β\nreference", "estimator\nlevel", "clip\nKL in it", "advantage\nreduction"):
+        table.add_column(title, min_width=23 if title.startswith("clip") else None)
+    for a in chosen:
+        d = describe(a)
+        inside = {True: "KL inside", False: "KL outside", None: ""}[d["kl_in_clip"]]
+        kl = "none" if d["divergence"] == "none" else f"{d['divergence']}, {d['beta']:g}"
+        above = (d["name"], kl, d["estimator"], d["clip"], d["advantage"])
+        below = (d["paper"], f"ref = {d['reference']}", d["level"], inside, d["reduction"])
+        table.add_row(*(Text(top) + Text(f"\n{bottom}", style="dim") for top, bottom in zip(above, below, strict=True)))
+    with printed() as to:
+        to.print(table)
+
+
+def _show_algorithm(a: Algorithm) -> None:
+    from rich.text import Text
+
+    from ..loss.describe import describe
+
+    d = describe(a)
+    width = max(map(len, d["options"]))
+    with printed() as to:
+        to.print(Text(f"{a.name}  ({a.paper})", style="bold"))
+        to.print(f"{a.formula}\n")
+        for key in ("divergence", "estimator", "clip", "level", "advantage", "reduction", "reference"):
+            to.print(f"{key:<12} {d[key]}")
+        to.print(Text(f'\nrpg.algorithm("{a.name}", option=…), where option is', style="bold"))
+        for key, value in (d["options"] | {"clip": a.loss.clip, "advantage": _call(a.advantage)}).items():
+            to.print(f"  {key:<{width}}  {value}")

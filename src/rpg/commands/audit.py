@@ -1,0 +1,201 @@
+"""``rpg audit``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..console import Mistake, one_line
+
+if TYPE_CHECKING:
+    from ..audit import Subject
+    from ..audit.peers import Peer
+    from ..audit.summary import Report
+
+STRICT = 1e-6
+
+AUDIT_HELP = """\
+Compare the expected gradient of each LOSS with the exact gradient of its objective: every response of a
+small policy is enumerated in float64, on-policy, off-policy with ref = old, and with three different policies."""
+
+AUDIT_EXAMPLES = """\
+examples:
+  rpg audit                                  every preset
+  rpg audit grpo grpo-corrected              two of them
+  rpg audit my_loss.py:loss --strict         your own: fn(logp, old_logp, advantages, mask, ref_logp[, beta]) -> loss;
+                                             one without a beta argument is audited at --beta, so give its own;
+                                             its clip stays on: --drift 0.05 keeps ratios inside ±20 %
+  rpg audit --peers --html audit.html        and the losses of TRL, Liger and verl, as one page"""
+
+
+def add_audit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "audit",
+        help="every loss against the exact gradient",
+        description=AUDIT_HELP,
+        epilog=AUDIT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("losses", nargs="*", metavar="LOSS", help="a preset, package.module:name or file.py:name; none: all presets")
+    add("--divergence", choices=("none", "fkl", "rkl", "ufkl", "urkl"), help="the D that LOSS is meant to subtract")
+    add("--objective", choices=("token", "sequence", "geometric"), help="the level that LOSS is meant to be exact at")
+    add("--beta", type=_positive, default=0.1, metavar="B", help="strength of the KL term (default: 0.1)")
+    add("--seeds", type=_count, default=10, metavar="N", help="random problems to take the median of (default: 10)")
+    add("--drift", type=_positive, default=0.5, metavar="D", help="distance between the policies (default: 0.5)")
+    add("--verbose", action="store_true", help="also variable lengths by scenario, variance, clip, and the settings")
+    add("--strict", action="store_true", help=f"exit with 1 if any bias against its own objective exceeds {STRICT:g}")
+    files = parser.add_argument_group("output, besides the table")
+    add = files.add_argument
+    add("--json", nargs="?", const="-", metavar="FILE", help="every number; without FILE, or -, to stdout alone")
+    add("--html", type=Path, metavar="FILE", help="one self-contained page")
+    add("--svg", type=Path, metavar="FILE", help="one picture")
+    add("--markdown", type=Path, metavar="FILE", help="the whole table in Markdown")
+    other = parser.add_argument_group("other libraries")
+    add = other.add_argument
+    add("--peers", action="store_true", help="also the losses of TRL, Liger and verl, as installed")
+    add("--verl-python", metavar="PATH", help="with --peers: interpreter that has verl (default: $RPG_VERL_PYTHON)")
+    parser.set_defaults(run=run_audit)
+
+
+def run_audit(args: argparse.Namespace) -> int:
+    _check_audit(args)
+    import torch
+
+    from .. import audit
+    from ..audit import page, picture, table
+    from ..audit.summary import Report
+
+    torch.set_num_threads(1)  # the tensors are tiny
+    with contextlib.redirect_stdout(sys.stderr):  # whatever other people's modules print
+        subjects, messages = _subjects(args)
+        with _progress(len(subjects)) as progress:
+            result = audit.run(subjects, args.seeds, args.beta, args.drift, messages, progress)
+    report = Report.of(result, subjects, args.line)
+    document = json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n"
+    if args.json == "-":
+        sys.stdout.write(document)
+    else:
+        table.show(report, verbose=args.verbose)
+    made: dict[Path | None, Callable[[], str]] = {
+        None if args.json in (None, "-") else Path(args.json): lambda: document,
+        args.html: lambda: page.html(report),
+        args.svg: lambda: picture.svg(report),
+        args.markdown: lambda: table.markdown(report),
+    }
+    for path, make in made.items():
+        if path is not None:
+            with one_line(f"cannot write {path}: ", OSError):
+                path.write_text(make(), encoding="utf-8")
+            print(f"wrote {path}", file=sys.stderr)
+    return _strict(report) if args.strict else 0
+
+
+def _check_audit(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before any work is done."""
+    from ..loss.methods import algorithms
+
+    if args.json and (args.json in algorithms() or re.fullmatch(r"[\w./-]+:[A-Za-z_]\w*", args.json)):
+        raise Mistake(f"--json took {args.json!r} for its file; write --json=- or put the losses first")
+    if args.verl_python and not args.peers:
+        raise Mistake("--verl-python goes with --peers")
+    if not args.losses and (args.divergence or args.objective):
+        raise Mistake("--divergence and --objective say what a LOSS is meant to ascend: name the LOSS")
+    for path in (args.json, args.html, args.svg, args.markdown):
+        if path is None or path == "-":
+            continue
+        path = Path(path)
+        if path.is_dir():
+            raise Mistake(f"cannot write {path}: it is a folder")
+        if not path.parent.is_dir():
+            raise Mistake(f"cannot write {path}: there is no folder {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise Mistake(f"cannot write {path}: permission denied")
+
+
+def _subjects(args: argparse.Namespace) -> tuple[list[Subject], list[str]]:
+    from ..loss.methods import algorithms
+
+    subjects = [_subject(name, args) for name in dict.fromkeys(args.losses or algorithms())]
+    messages: list[str] = []
+    if args.peers:
+        from ..audit.peers import peers
+
+        rows, messages = peers(args.verl_python)
+        subjects += [_of_peer(peer) for peer in rows]
+    return subjects, messages
+
+
+def _subject(name: str, args: argparse.Namespace) -> Subject:
+    from .. import __version__
+    from ..audit import Problem, resolve
+
+    if ":" not in name:
+        with one_line("", ValueError):
+            return replace(resolve(name, args.divergence, args.objective), source=f"rpg {__version__}")
+    with one_line(f"{name}: "):
+        subject = replace(resolve(name, args.divergence, args.objective), source="user")
+    b = Problem("three policies", variable=True, seed=0, drift=args.drift).batch
+    with one_line(f"{name} failed on a batch: "):
+        c_NT = subject.coefficients(b, args.beta)
+        answer_NT = subject.coefficients(replace(b, advantages_N=2 * b.advantages_N), args.beta) - c_NT
+    cut = float((answer_NT == 0)[b.mask_NT].float().mean())
+    if subject.clipped is None and cut:
+        hint = f"{cut:.0%} of its tokens do not answer to the reward (a clip?): --drift 0.05 keeps ratios inside ±20 %"
+        print(f"rpg audit: {name}: {hint}", file=sys.stderr)
+    return subject
+
+
+def _of_peer(peer: Peer) -> Subject:
+    from ..audit import Subject
+
+    return Subject(
+        name=peer.name,
+        source=peer.source,
+        divergence=peer.divergence,
+        objective=peer.objective,
+        coefficients=peer.coefficients,
+        clipped=peer.clipped,
+        note=peer.note,
+        dtype=peer.dtype,
+    )
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr, gone when done; nothing elsewhere."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("") as status:
+        seen = iter(range(1, total + 1))
+        yield lambda name: status.update(f"{next(seen)}/{total}  {name}")
+
+
+def _strict(report: Report) -> int:
+    failed = [line.name for line in report.lines if not line.worst <= STRICT]
+    if failed:
+        print(f"rpg audit: biased by more than {STRICT:g}: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number; got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+    return value

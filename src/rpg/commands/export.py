@@ -1,0 +1,195 @@
+"""``rpg export verl`` and ``rpg export trl``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..console import Mistake
+from ..run.config import Config
+from ..run.settings import add_flags, build, given, to_yaml
+
+HELP = """\
+Write a recipe as a run of verl or TRL, for many GPUs: the same problems, templates, rewards, algorithm and settings,
+from the recipe's model or from a checkpoint of rpg train. What the engine cannot express is refused by name."""
+
+EXAMPLES = """\
+examples:
+  rpg export verl recipes/gsm8k/qwen2.5-coder-0.5b/rpg-urkl.yaml -o verl-run --gpus 8
+  rpg export verl runs/mine/config.yaml --from runs/mine --steps 400      go on where rpg train stopped
+  rpg export trl recipes/builtin/rpg-urkl.yaml -o trl-run                 also runs on a CPU"""
+VERL_FILES = """\
+train.parquet, one parquet file for each test set, reward.py (rpg's own rewards) and run.sh, the whole command of
+`python -m verl.trainer.main_ppo` with every setting. rpg has to be installed beside verl, on every node."""
+TRL_FILES = """\
+train.py, a script with every setting that trains with rpg.integrations.trl.RPGTrainer, and recipe.yaml, the settings
+that it reads the task from."""
+
+
+def add_export(commands: Any) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="a recipe as a run of verl or TRL, on many GPUs",
+        description=HELP,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    engines = parser.add_subparsers(dest="engine", required=True, metavar="verl|trl")
+    for name, run, gpus, files in (("verl", run_verl, 8, VERL_FILES), ("trl", run_trl, 1, TRL_FILES)):
+        engine = engines.add_parser(
+            name,
+            help=f"as a run of {name}",
+            usage=f"rpg export {name} RECIPE [-o FOLDER] [--from RUN [--checkpoint last|best|N]] [--gpus N] "
+            "[--nodes N] [--section.key VALUE …]",
+            description=f"{HELP}\n\nWrites {files}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add = engine.add_argument
+        add("recipe", type=Path, metavar="RECIPE", help="settings in YAML, as for rpg train --config")
+        add("-o", "--folder", type=Path, metavar="FOLDER", help=f"where to (default: export/RECIPE-{name})")
+        add("--from", dest="begin", type=Path, metavar="RUN", help="start from a checkpoint of this run of rpg train")
+        add("--checkpoint", default="last", metavar="last|best|N", help="which of its checkpoints (default: last)")
+        add("--gpus", type=_count, default=gpus, metavar="N", help=f"GPUs on each node (default {gpus})")
+        add("--nodes", type=_count, default=1, metavar="N", help="nodes (default 1)")
+        if name == "verl":
+            add("--settings-only", action="store_true", help="run.sh alone, to read: no problems are loaded")
+        add_flags(engine, Config)
+        engine.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1; got {text}")
+    return int(text)
+
+
+def run_verl(args: argparse.Namespace) -> int:
+    return _export(args, _write_verl)
+
+
+def run_trl(args: argparse.Namespace) -> int:
+    return _export(args, _write_trl)
+
+
+def _export(args: argparse.Namespace, write: Any) -> int:
+    from ..run.checkpoint import CheckpointError
+
+    folder = args.folder or Path("export") / f"{args.recipe.stem}-{args.engine}"
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder} exists already: give another folder with -o")
+        config = build(Config, file=args.recipe, flags=given(args, Config))
+        for line in write(args, config, folder):
+            print(line)
+    except (ValueError, OSError, CheckpointError) as error:
+        raise Mistake(" ".join(str(error).split())) from error
+    return 0
+
+
+def _title(args: argparse.Namespace, config: Config) -> str:
+    return f"{config.algorithm} on {config.task.name}, from {args.recipe}"
+
+
+def _start(args: argparse.Namespace, config: Config) -> Any:
+    from ..export.start import fresh, from_run
+
+    if args.begin is None:
+        return fresh(config)
+    start = from_run(args.begin, args.checkpoint)
+    start.steps_left(config)
+    return start
+
+
+def _own_model(start: Any, there: str) -> tuple[Any, bool]:
+    """The built-in model travels with the files: it lies inside the installed package."""
+    from ..models import BUILTIN
+
+    if start.model != str(BUILTIN):
+        return start, False
+    return replace(start, model=f"{there}/model"), True
+
+
+def _copy_model(folder: Path) -> None:
+    from ..models import BUILTIN
+
+    shutil.copytree(BUILTIN, folder / "model", ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+
+
+# ---- verl ------------------------------------------------------------------------------------------------------------
+
+
+def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
+    from ..export import data, verl
+    from ..export.files import reward_file
+    from ..export.overrides import FOLDER
+    from ..tasks import load_task
+    from ..training.setup import resolve
+
+    start = _start(args, config)
+    at_home, (start, own) = start.model, _own_model(start, FOLDER)
+    chat, alone = config.task.chat is not False, args.settings_only
+    where = verl.Where(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
+    verl.export(config, where)  # what cannot be is refused before anything is loaded
+    task_of = config.task
+    written: dict[str, list[dict[str, Any]]] = {}
+    rewards = ""
+    copies: list[Path] = []
+    if not alone:
+        task = load_task(task_of.name, config.seed, task_of.test, task_of.prompt_key, task_of.answer_key, look=False)
+        dynamic = verl.dynamic(config, resolve(config))
+        problems, in_order = data.train_problems(task, config, start.problem, start.steps_left(config), dynamic)
+        sets = data.test_problems(task, config)
+        tokenizer = data.load_tokenizer(at_home, config)
+        chat = data.uses_chat(tokenizer, config)
+        data.check_prompts(tokenizer, chat, [problems, *sets.values()], config)
+        names = {name: data.file_name(name, i) for i, name in enumerate(sets)}
+        where = replace(
+            where, context=data.context(at_home, config), chat=chat, in_order=in_order, tests=tuple(names.values())
+        )
+        written["train.parquet"] = data.rows(problems, task.name, "train", config)
+        written |= {file: data.rows(sets[name], name, "test", config) for name, file in names.items()}
+        rewards, copies = reward_file(config, task, _title(args, config))
+    script = verl.run_sh(config, where, _title(args, config))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in written.items():
+        data.write(folder / name, rows)
+    for copy in copies:
+        shutil.copy(copy, folder / copy.name)
+    if rewards:
+        (folder / "reward.py").write_text(rewards, encoding="utf-8")
+    if own and not alone:
+        _copy_model(folder)
+    (folder / "run.sh").write_text(script, encoding="utf-8")
+    (folder / "run.sh").chmod(0o755)
+    if alone:
+        return [f"wrote run.sh to {folder}: the settings alone, to read; to train, export without --settings-only"]
+    sizes = [f"{name} ({len(rows):,} problems)" for name, rows in written.items()]
+    more = [*sizes, "reward.py", *(copy.name for copy in copies), *["model"][:own]]
+    return _said(folder, [*more, "run.sh"], start, f"bash {shlex.quote(str(folder / 'run.sh'))}")
+
+
+# ---- TRL -------------------------------------------------------------------------------------------------------------
+
+
+def _write_trl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
+    from ..export import trl
+
+    start, own = _own_model(_start(args, config), "$HERE")
+    where = trl.Where(start, args.gpus, args.nodes)
+    script = trl.script(config, where, _title(args, config))
+    folder.mkdir(parents=True, exist_ok=True)
+    if own:
+        _copy_model(folder)
+    (folder / "recipe.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    line = f"{trl.launch(where)} {shlex.quote(str(folder / 'train.py'))}"
+    return _said(folder, ["recipe.yaml", *["model"][:own], "train.py"], start, line)
+
+
+def _said(folder: Path, names: list[str], start: Any, line: str) -> list[str]:
+    began = [f"from the {start.where}: {start.adapter or start.model}"] if start.where else []
+    return [f"wrote {', '.join(names)} to {folder}", *began, f"run it with: {line}"]

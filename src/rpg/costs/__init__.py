@@ -1,0 +1,1 @@
+"""Memory, operations and seconds, counted instead of measured: for plans and benches."""

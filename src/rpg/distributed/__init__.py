@@ -1,0 +1,1 @@
+"""Several processes, one run: ranks, shards of the weights, work split among them."""

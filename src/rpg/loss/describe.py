@@ -1,0 +1,70 @@
+"""A method as text and flat data: for tables, plans and ``rpg algorithms --json``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from .advantages import Advantage
+from .clip import Adaptive, Clip
+from .methods import Algorithm
+
+
+def describe(a: Algorithm) -> dict[str, Any]:
+    """A preset as flat data."""
+    loss = a.loss
+    bounds = None
+    if loss.clip is not None:
+        bounds = [x if x < float("inf") else None for x in loss.clip.bounds()]
+    return {
+        "name": a.name,
+        "divergence": loss.divergence,
+        "beta": loss.beta,
+        "estimator": loss.estimator,
+        "clip": clip_text(loss.clip),
+        "clip_bounds": bounds,
+        "kl_in_clip": loss.kl_inside if loss.divergence != "none" else None,
+        "level": loss.level,
+        "advantage": advantage_text(a.advantage),
+        "reduction": loss.reduction,
+        "reference": a.reference,
+        "formula": a.formula,
+        "paper": a.paper,
+        "options": _options(a),
+    }
+
+
+def _options(a: Algorithm) -> dict[str, Any]:
+    """Everything that ``rpg.algorithm(name, option=…)`` can change, with its value."""
+    of_loss = {f.name: getattr(a.loss, f.name) for f in fields(a.loss) if f.name not in ("clip", "mismatch")}
+    if a.advantage.beta:  # its KL is in the reward, where the option goes too
+        of_loss["beta"] = a.advantage.beta
+    of_clip = {} if a.loss.clip is None else _clip_fields(a.loss.clip)
+    around = ("reference", "dynamic_sampling", "overlong_penalty", "curvature_gate")
+    advantage = {f.name: getattr(a.advantage, f.name) for f in fields(a.advantage)}
+    return of_loss | of_clip | {"advantage": advantage} | {name: getattr(a, name) for name in around}
+
+
+def _clip_fields(rule: Clip) -> dict[str, Any]:
+    return {f.name: getattr(rule, f.name) for f in fields(rule)}  # type: ignore[arg-type]
+
+
+def clip_text(rule: Clip | None) -> str:
+    """RPGClip 0.8–1.28, c=10"""
+    if rule is None:
+        return "none"
+    if isinstance(rule, Adaptive):
+        return f"Adaptive {rule.target_ess or rule.target_kl:g}"
+    low, high = rule.bounds()
+    bounds = {(0.0, float("inf")): "", (1.0, 1.0): " w = 1"}.get((low, high))
+    if bounds is None:
+        bounds = f" ≤ {high:.5g}" if low == 0 else f" {low:.5g}–{high:.5g}"
+    rest = {k: v for k, v in _clip_fields(rule).items() if k not in ("low", "high") and v is not None}
+    texts = [f", {k}={v:g}" if isinstance(v, float) else f", {k}={v}" for k, v in rest.items()]
+    return f"{type(rule).__name__}{bounds}" + "".join(texts)
+
+
+def advantage_text(advantage: Advantage) -> str:
+    """reward-to-go, whiten, beta=0.01"""
+    chosen = {f.name: getattr(advantage, f.name) for f in fields(advantage) if f.name != "kind"}
+    return advantage.kind + "".join(f", {k}" if v is True else f", {k}={v:g}" for k, v in chosen.items() if v)

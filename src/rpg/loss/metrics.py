@@ -1,0 +1,124 @@
+"""What every loss reports. A metric's name says what it is; averages are over valid tokens unless the name says else.
+
+All estimates are for samples drawn from μ (``old_logp``) and carry the importance weights that this needs, so they mean
+the same on- and off-policy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .clip import Clip
+from .inputs import Inputs
+from .objective import Divergence, at_level, k3
+
+if TYPE_CHECKING:
+    from .policy_loss import PolicyLoss, View
+
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+QUANTILE_SAMPLE = 16_384  # quantiles of more elements than this are taken over about as many, evenly spaced
+
+
+@torch.no_grad()
+def diagnose(
+    loss: PolicyLoss,
+    x: Inputs,
+    view: View,
+    clip: Clip | None,
+    kl: Divergence | None,
+    correction: Tensor | None,
+    entropy_BT: Tensor | None,
+) -> dict[str, Tensor]:
+    limit, logp, mask = loss.max_log_ratio, x.logp.detach(), x.mask
+    out = {"tokens": x.length.sum(), "sequences": (x.length > 0).sum()}
+
+    # the ratio π/μ at the loss's level
+    w, valid = view.ratios.w.detach(), view.valid
+    out["ess"] = _effective(w, valid)  # effective sample size, as a fraction of the samples
+    out |= {f"ratio/{name}": value for name, value in _quantiles(w, valid).items()}
+    out["ratio/max"] = _max(w * valid)
+    out["bounded"] = _mean(view.log_w.detach().abs() > limit, valid)  # exponents held at ±max_log_ratio
+
+    if loss.kl_to_go:  # its running products of ratios are exponents too
+        out["bounded_to_go"] = _mean(x.log_ratio(logp, x.old).cumsum(-1).abs() > limit, mask)
+
+    # KL per token, both directions: kl/x is KL(π‖x), kl/x_forward is KL(x‖π)
+    log_w = (logp - x.old).clamp_(-limit, limit)
+    token_w = w if loss.level == "token" else log_w.exp()
+    out["kl/old"] = _mean(token_w * k3(-log_w), mask)
+    out["kl/old_forward"] = _mean(k3(log_w), mask)
+    if x.ref is not None:
+        log_u, log_v = logp - x.ref, x.ref - x.old
+        level_u, level_v = (at_level(part, mask, loss.level) for part in (log_u, log_v))
+        out["bounded_ref"] = _mean((level_u.abs() > limit) | (level_v.abs() > limit), valid)
+        log_u, log_v = log_u.clamp_(-limit, limit), log_v.clamp_(-limit, limit)
+        out["kl/ref"] = _mean(token_w * k3(-log_u), mask)
+        out["kl/ref_forward"] = _mean(log_v.exp_() * k3(log_u), mask)
+    out["entropy_sampled"] = -_mean(token_w * logp, mask)  # an estimate from the sampled tokens alone
+    if entropy_BT is not None:
+        out["entropy"] = _mean(entropy_BT.detach().masked_fill(mask == 0, 0), mask)
+
+    # what is cut, and what drives the gradient
+    effective = w
+    if clip is not None:
+        branching = loss._branching(view, clip, kl)
+        below, above = clip.outside(w, branching)
+        dual = above & (branching < 0) if clip.action == "cut" else torch.zeros_like(above)
+        out["clip/low"], out["clip/dual"] = _mean(below, valid), _mean(dual, valid)
+        out["clip/high"] = _mean(above & ~dual, valid)
+        low, high = clip.bounds()
+        out["clip/bound_low"] = w.new_tensor(low)
+        if math.isfinite(high):  # no upper bound, no metric: infinity is no JSON
+            out["clip/bound_high"] = w.new_tensor(high)
+        effective = clip.weight(w, branching)
+    if kl is not None or (loss.kl_to_go and loss._kl is not None):
+        reward = (effective * view.advantage).abs()
+        if kl is not None:
+            sizes = _mean(reward, valid), _mean(loss._omega_kl(view, clip, kl).expand_as(w).abs(), valid)
+        else:
+            token_reward = reward if reward.dim() == 2 else reward.unsqueeze(-1).expand_as(mask)
+            sizes = _mean(token_reward, mask), _mean(loss._omega_to_go(x).abs(), mask)
+        out["kl/gradient_share"] = sizes[1] / (sizes[0] + sizes[1]).clamp(min=1e-30)
+
+    if x.rollout is not None:  # the sampler's engine against the trainer's forward pass
+        log_rho = x.log_ratio(x.old, x.rollout)
+        out["mismatch/max_log_ratio"] = _max(log_rho.abs())
+        if loss.mismatch is not None:
+            exponent = at_level(log_rho, mask, loss.mismatch.level_for(loss.level))
+            out["mismatch/bounded"] = _mean(exponent.abs() > limit, mask if exponent.dim() == 2 else x.length > 0)
+        log_rho = log_rho.clamp_(-limit, limit)
+        out["mismatch/kl"] = _mean(k3(log_rho), mask)  # KL(sampler‖old)
+        out["mismatch/ess"] = _effective(log_rho.exp(), mask)
+    if correction is not None:
+        out["mismatch/dropped"] = _mean(correction == 0, mask if correction.dim() == 2 else x.length > 0)
+    return {name: value.float() for name, value in out.items()}
+
+
+def _mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Over the elements of weight 1."""
+    weight = weight.flatten().float() if weight.dtype == torch.bool else weight.flatten()
+    return values.flatten().to(weight.dtype).dot(weight) / weight.sum()
+
+
+def _max(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_tensor(math.nan)
+
+
+def _effective(w: Tensor, valid: Tensor) -> Tensor:
+    """(Σw)² / (n·Σw²), relative to the largest w, so that no square overflows."""
+    w = w * valid
+    w = w / _max(w)
+    return w.sum().square() / (valid.sum() * w.square().sum())
+
+
+def _quantiles(x: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    step = x.numel() // QUANTILE_SAMPLE | 1  # odd, so that it does not fall on the same columns of every row
+    chosen = x.flatten()[::step][valid.flatten()[::step] > 0]
+    if not len(chosen):
+        return {name: x.new_tensor(torch.nan) for name in QUANTILES}
+    ordered = chosen.sort().values
+    return {name: ordered[round(q * (len(ordered) - 1))] for name, q in QUANTILES.items()}

@@ -1,0 +1,407 @@
+"""A Hugging Face causal LM as a policy: load, log-probabilities of responses, save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..kernels import linear_logp
+from ..kernels.interface import configs_of
+from ..kernels.packed import Packing, pack, packed
+from . import BUILTIN, adapters
+from .loading import complete, first_line, load
+
+OF_TOKENIZER = (  # what apply_chat_template takes for itself
+    *("add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+)
+CHUNK_ELEMENTS = 2**25  # logits held at once where the head is not linear
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of every response token, [B,T], zero elsewhere; hidden_NH, where the head is linear, are the states before it."""
+
+    logp_BT: Tensor
+    entropy_BT: Tensor
+    hidden_NH: Tensor | None
+
+
+class Policy:
+    """``temperature`` is part of the policy: what is trained is the distribution that is sampled from."""
+
+    def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0):
+        self.model, self.tokenizer, self.temperature = model, tokenizer, temperature
+        self.model.eval()  # dropout would make a policy differ from itself
+        complete(tokenizer, model)
+        self.adapted = adapters.adapted(model)  # only an adapter is trained
+        self.fresh = False  # with that adapter off it is the model that it began as
+        self.linear = head_is_linear(model)  # else the model's own logits are used
+        self._configs = configs_of(model)
+        self._system_read = False  # whether the chat template is known to show the system prompt
+        self.apart = self.linear or self._head_comes_apart()
+        self.padded_because = self._misfit() if self.apart else "its head cannot be called apart from its layers"
+
+    @property
+    def packs(self) -> bool:
+        """Whether sequences are laid end to end; else they are padded to one length."""
+        return self.padded_because is None
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+        peft: adapters.AdapterSettings | None = None,
+    ) -> Policy:
+        """``builtin``, a Hugging Face folder or hub id, a .gguf file, an adapter's folder: see models/loading.py.
+
+        With a method in ``peft`` an adapter is put into the model and trained alone. Where the name is an adapter's, it
+        is that one which is trained.
+        """
+        model, tokenizer = load(name, dtype=dtype, device=device, options=options)
+        method, settings = (None, {}) if peft is None else (peft.method, peft.options)
+        if settings and method is None and not adapters.adapted(model):
+            raise ValueError("peft.options without a method: give --peft.method lora")
+        fresh = False
+        if adapters.adapted(model):
+            adapters.check_same(model, method, settings)
+        elif method is not None:
+            model = adapters.attach(model, method, settings, _lasting(name, (options or {}).get("subfolder")))
+            fresh = adapters.began_as_nothing(model)
+        policy = cls(model, tokenizer, temperature)
+        policy.fresh = fresh
+        return policy
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.model.device)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens the model was made for, where it says so."""
+        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
+
+    @property
+    def unknown_ids(self) -> set[int]:
+        """Tokens that stand for text the tokenizer has no token for."""
+        known = {*self._own_ends(), self.tokenizer.bos_token_id, None}  # these may stand for padding too
+        return {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id} - known
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Those that are trained, by name."""
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def encode(
+        self,
+        prompt: str,
+        chat: bool | None = None,
+        system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a prompt; in the chat template if there is one and chat is not False.
+
+        ``system`` is the system prompt, ``options`` go to the template: enable_thinking=False, say.
+        """
+        has = bool(getattr(self.tokenizer, "chat_template", None))
+        if chat is False or (chat is None and not has):
+            if system:
+                raise ValueError("a system prompt needs the model's chat template: leave task.system empty")
+            ids, ends = list(self.tokenizer(prompt, verbose=False)["input_ids"]), self._own_ends()
+            while len(ids) > 1 and ids[-1] in ends:  # which some tokenizers append
+                ids.pop()
+            return ids
+        if not has:
+            raise ValueError("the model has no chat template: give --task.chat false, or a model made for chat")
+        for name in options or {}:
+            if name in OF_TOKENIZER:
+                raise ValueError(f"task.chat_options.{name} is no option of the chat template: leave it out")
+        ids = self._through_the_template(prompt, system, options)
+        if system and not self._system_read:
+            if ids == self._through_the_template(prompt, system + ".", options):
+                raise ValueError("the model's chat template ignores the system prompt: leave task.system empty")
+            self._system_read = True
+        return ids
+
+    def _through_the_template(self, prompt: str, system: str | None, options: Mapping[str, Any] | None) -> list[int]:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        try:  # the template writes the first token itself, where there is one: none is added
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, **(options or {})
+            )
+        except Exception as error:  # whatever a template raises
+            fix = "leave task.system empty" if system else "give --task.chat false, or check task.chat_options"
+            raise ValueError(f"the model's chat template fails: {first_line(error)}; {fix}") from error
+        return list(ids)
+
+    def end_ids(self, extra: str | None = None) -> list[int]:
+        """Tokens that end a response: the tokenizer's, those of the model's configs, and ``extra``, texts of one token
+        each with spaces between."""
+        if extra and not extra.strip():
+            raise ValueError("rollout.end_tokens: white space cannot be named: it stands between tokens")
+        found = self._own_ends()
+        for text in (extra or "").split():
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) != 1 or self.tokenizer.decode(ids).strip() != text:
+                raise ValueError(f"rollout.end_tokens: {text!r} is not one token of this model")
+            found += ids
+        if not found:
+            raise ValueError("the model has no end token: name one with --rollout.end_tokens")
+        return sorted(set(found))
+
+    def _own_ends(self) -> list[int]:
+        model = self.model
+        ends = [self.tokenizer.eos_token_id]
+        ends += [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
+        return [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, special tokens such as <think> included; not the model's own end, beginning and padding tokens."""
+        return str(self.tokenizer.decode([t for t in tokens if t not in self._unread], skip_special_tokens=False))
+
+    @cached_property
+    def _unread(self) -> set[int | None]:
+        return {*self._own_ends(), self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
+
+    def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
+        """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
+        return pack(start_B, mask_BT, width, prompt_B) if self.packs else None
+
+    def score(
+        self,
+        ids_BL: Tensor,
+        start_B: Tensor,
+        mask_BT: Tensor,
+        prompt_B: Tensor | None = None,
+        recompute: bool = False,
+        packing: Packing | None = None,
+    ) -> Scored:
+        """Log-probabilities and entropies of the responses in sequences padded on the right.
+
+        The response of row b begins at ids_BL[b, start_B[b]]; mask_BT is true on its tokens. Rows with the same number
+        in prompt_B have the same prompt, which is then computed once. With ``recompute`` the backward pass computes
+        each layer anew from its input, which is all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
+        """
+        flat = ids_BL.flatten()
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if packing is None:
+            packing = self.pack(start_B, mask_BT, ids_BL.shape[1], prompt_B)
+        if packing is not None:
+            inputs = {"input_ids": flat[packing.token_N][None], "position_ids": packing.position_N[None]}
+            state_N, target_N, place_N = packing.state_R, flat[packing.target_R], packing.place_R
+            within = partial(packed, self._configs, packing)
+        else:
+            row_N, t_N = mask_BT.nonzero(as_tuple=True)
+            inputs = {"input_ids": ids_BL[:, :-1]}
+            state_N = row_N * (ids_BL.shape[1] - 1) + start_B[row_N] + t_N - 1  # the state before the token
+            target_N, place_N = ids_BL[row_N, start_B[row_N] + t_N], row_N * mask_BT.shape[1] + t_N
+        logp_N, entropy_N, hidden_NH = self._compute(inputs, state_N, target_N, within, recompute)
+        zero_N = torch.zeros(mask_BT.numel(), device=logp_N.device)
+        return Scored(
+            zero_N.index_copy(0, place_N, logp_N.float()).view(mask_BT.shape),
+            zero_N.index_copy(0, place_N, entropy_N.detach().float()).view(mask_BT.shape),
+            hidden_NH,
+        )
+
+    def _compute(
+        self,
+        inputs: dict[str, Tensor],
+        state_N: Tensor,
+        target_N: Tensor,
+        within: Callable[[], AbstractContextManager[Any]],
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """logp_N, entropy_N and, where the head is linear, hidden_NH: all of ``score`` that touches weights."""
+        with within(), self._recomputing(within) if recompute else nullcontext():
+            out = (self.model.base_model if self.apart else self._call)(**inputs, use_cache=False)
+        if not self.apart:
+            return *_logp(out.logits.flatten(0, 1)[state_N], target_N, self.temperature), None
+        hidden_NH = out.last_hidden_state.flatten(0, 1).index_select(0, state_N)
+        if self.linear:
+            return *linear_logp(hidden_NH, self.head(), target_N, self.temperature), hidden_NH
+        return *self._through_the_head(hidden_NH, target_N, type(out)), None
+
+    def _call(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+    @contextmanager
+    def _recomputing(self, within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Activation checkpointing of decoder layers, which are computed anew ``within`` what they were computed in.
+
+        transformers' own is for models in training mode, and would turn dropout on.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        def again(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with within():
+                return inner(*args, **kwargs)
+
+        layers = [m for m in self.model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(f"recompute: {type(self.model).__name__} has no layers that transformers can checkpoint")
+        before = [vars(layer).get("forward") for layer in layers]
+        try:
+            for layer in layers:
+                run = partial(again, layer.forward)
+                layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            yield
+        finally:
+            for layer, own in zip(layers, before, strict=True):
+                _restore(layer, own)
+
+    def _logits(self, hidden_NH: Tensor, kind: Callable[..., Any]) -> Tensor:
+        """What the model makes of states after its layers, [N,V]: its head with bias, scale and cap."""
+        base, ids = self.model.base_model, torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+        own = vars(base).get("forward")
+        try:
+            base.forward = lambda *args, **kwargs: kind(last_hidden_state=hidden_NH[None])
+            logits: Tensor = self._call(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            _restore(base, own)
+        return logits
+
+    def _through_the_head(self, hidden_NH: Tensor, target_N: Tensor, kind: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        """In chunks, whose logits are not kept for the backward pass where there are several."""
+
+        def chunk(hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+            return _logp(self._logits(hidden_NH, kind), target_N, self.temperature)
+
+        rows = max(1, CHUNK_ELEMENTS // self.model.get_output_embeddings().weight.shape[0])
+        if len(hidden_NH) <= rows:
+            return chunk(hidden_NH, target_N)
+        parts = [
+            checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False)
+            for h, t in zip(torch.split(hidden_NH, rows), torch.split(target_N, rows), strict=True)
+        ]
+        return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    # ---- what the architecture allows: tried out, architectures differ -----------------------------------------------
+
+    @torch.no_grad()
+    def _head_comes_apart(self) -> bool:
+        """Whether the model's logits can be had from the states after its layers."""
+        ids = torch.arange(1, 5, device=self.device)[None] % self.model.get_input_embeddings().weight.shape[0]
+        out = self.model.base_model(input_ids=ids, use_cache=False)
+        full = self.model(input_ids=ids, use_cache=False).logits[0]
+        if getattr(out, "last_hidden_state", None) is None:
+            return False
+        try:
+            found = self._logits(out.last_hidden_state[0], type(out))
+        except (AttributeError, TypeError):  # it asks its layers for more than their states
+            return False
+        return found.shape == full.shape and _near(found, full, 1e-4, 2e-2)
+
+    @torch.no_grad()
+    def _misfit(self) -> str | None:
+        """Why sequences cannot be laid end to end, if so: a few tokens against the plain forward pass."""
+        config = self.model.config.get_text_config()
+        if getattr(config, "attention_chunk_size", None) is not None:
+            return "attention in chunks"
+        known = self.model.get_input_embeddings().weight.shape[0]
+        ids_BL = (torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 5, 4], [9, 8, 7, 6, 5, 3]]) % known).to(self.device)
+        start_B, prompt_B = (torch.tensor(x, device=self.device) for x in ([3, 3, 2], [1, 1, 0]))
+        mask_BT = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]], dtype=torch.bool, device=self.device)
+        row_N, t_N = mask_BT.nonzero(as_tuple=True)
+        base = self.model.base_model
+        expected_NH = base(input_ids=ids_BL, use_cache=False).last_hidden_state[row_N, start_B[row_N] + t_N - 1]
+        packing = pack(start_B, mask_BT, ids_BL.shape[1], prompt_B)
+        ids_N, position_N = ids_BL.flatten()[packing.token_N], packing.position_N
+        try:
+            with packed(self._configs, packing) as windows:
+                out = base(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+        except Exception as error:  # whatever a forward pass raises that was made for other inputs
+            return first_line(error)
+        kinds = getattr(config, "layer_types", None) or []
+        narrow = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None) is not None)
+        layers = getattr(config, "num_hidden_layers", len(windows))
+        if len(windows) != layers or not layers:
+            return f"{len(windows)} of its {layers} layers call the attention interface"
+        if narrow and not any(windows):
+            return "its attention layers do not say what their window is"
+        if not _near(out.last_hidden_state[0, packing.state_R], expected_NH, 1e-3, 0.1):
+            return "its states are not those of the plain forward pass"
+        return None
+
+    def head(self) -> Tensor:
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    def head_parameter(self) -> Tensor:
+        """The head as the optimiser knows it."""
+        return self.head()
+
+    def rest(self) -> None:
+        """After passes without gradients: give back what is held for a backward pass."""
+
+    def save(self, folder: Path) -> None:
+        """A plain Hugging Face folder; of an adapter, one as PEFT writes it."""
+        if self.adapted:
+            adapters.save(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def _logp(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logp_NV = (logits_NV.float() / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
+    return logp_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1), entropy_N
+
+
+def _restore(module: torch.nn.Module, forward: Any) -> None:
+    """The module's own forward, or that of its class."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def _near(found: Tensor, expected: Tensor, single: float, half: float) -> bool:
+    """Within a share of the expected values' norm, which depends on the precision."""
+    share = single if expected.dtype in (torch.float32, torch.float64) else half
+    found, expected = found.float(), expected.float()
+    return bool((found - expected).norm() <= share * expected.norm())
+
+
+@torch.no_grad()
+def head_is_linear(model: Any) -> bool:
+    """Whether the logits are hidden·Wᵀ and nothing else, no bias, scale or cap: tried out, architectures differ.
+
+    A bias and a cap are asked for too: one may be zero, the other do nothing to small logits, until they are trained.
+    """
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if next(head.children(), None) is not None:  # an adapter, perhaps, that adds nothing until it is trained
+        return False
+    if getattr(head, "bias", None) is not None or getattr(config, "final_logit_softcapping", None) is not None:
+        return False
+    ids = torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    full = model(input_ids=ids, use_cache=False).logits.float()
+    hidden = getattr(model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+    if hidden is None:
+        return False
+    by_hand = (hidden @ head.weight.T).float()
+    near = (1e-4 if head.weight.dtype in (torch.float32, torch.float64) else 2e-2) * float(full.abs().max())
+    return full.shape == by_hand.shape and bool((full - by_hand).abs().max() <= near)
+
+
+def _lasting(name: str, subfolder: str | None) -> str:
+    """A model's name, such that it is found from any folder."""
+    path = BUILTIN if name == "builtin" else Path(name).expanduser()
+    inner = path / (subfolder or "")
+    path = inner if inner.is_dir() else path
+    return str(path.resolve()) if path.exists() else name

@@ -1,0 +1,262 @@
+"""``rpg train --dry-run``: what a run would be. No weights are loaded, nothing is written, no GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..costs import devices, memory
+from ..costs.devices import Device
+from ..costs.operations import Counts
+from ..costs.seconds import Batch, Work, rollout_seconds, train_seconds
+from ..loss.methods import Algorithm
+from ..models.adapters import adapted
+from ..models.adapters import weights as adapter_weights
+from ..models.meta import Shell, shell
+from ..rollout.vllm import GPU_SHARE
+from ..run.config import Config
+from ..training.reference import rule_of
+from ..training.setup import check_rewards, pick_device, pick_dtype, resolve, warnings_about
+from .data import Data, data_of
+
+SHARES = (0.25, 0.5, 1.0)  # of max_new_tokens: mean length of a response; the middle one is the estimate
+KEPT = (1.0, 0.5, 0.25)  # of the groups, by dynamic sampling
+IF_IT_FITTED = 64  # slots that time is estimated with where the run does not fit
+MOST_MORE = 4.0  # prompts sampled for one that is wanted
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step, its parts; and of one evaluation."""
+
+    rollout: float
+    logp: float
+    train: float
+    evaluation: float
+
+    @property
+    def step(self) -> float:
+        return self.rollout + self.logp + self.train
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is assumed of the responses, and what follows."""
+
+    length: float  # mean, tokens
+    sampled: float  # prompts for each that is trained on
+    seconds: Seconds
+    steps: int  # of the run: fewer than the settings say where its minutes end before
+    run: float  # seconds, evaluations included
+
+
+@dataclass(frozen=True)
+class Disk:
+    folder: str
+    holds_run: bool
+    checkpoint: int  # bytes
+    kept: int  # at most
+    free: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    algorithm: Algorithm
+    rule: str  # of the reference: see rule_of
+    dynamic: bool
+    overlong: bool
+    warnings: tuple[str, ...]
+    parameters: int
+    trained: int
+    known_from: str  # where the model's shape is from
+    device: Device
+    dtype: str
+    memory: memory.Memory
+    available: int
+    micro_tokens: int
+    recompute: bool
+    slots: int
+    optimiser_steps: int  # over a batch
+    prompt_tokens: int  # assumed
+    low: Case
+    middle: Case
+    high: Case
+    evaluations: int
+    data: Data
+    disk: Disk
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.available
+
+    @property
+    def fits_disk(self) -> bool:
+        return self.disk.checkpoint * self.disk.kept <= self.disk.free
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of a step, at most."""
+        rollout = self.config.rollout
+        return rollout.prompts * rollout.samples * rollout.max_new_tokens
+
+
+def plan(
+    config: Config,
+    device: str | None = None,
+    shares: tuple[float, float, float] = SHARES,
+    prompt_tokens: int | None = None,
+) -> Plan:
+    """``device``: a name of devices.py; None: the one that the run would have. ``shares`` and ``prompt_tokens`` are
+    what is assumed of lengths. A mistake in the settings is a ValueError of one line."""
+    algorithm = resolve(config)
+    check_rewards(config)
+    chosen, dtype = _device(config, device)
+    model = shell(config.model, dtype, config.model_options, config.peft.method, json.dumps(config.peft.options))
+    rule, rollout = rule_of(algorithm, config.reference), config.rollout
+    if getattr(model.model.config.get_text_config(), "num_attention_heads", None) is None:
+        raise ValueError(f"{config.model} has no attention heads: neither a plan nor the engine knows such a model")
+    parts, sizes = _sizes(model.model, config, chosen, rule != "old")
+    available = int(memory.SHARE * chosen.memory)
+    counts = Counts.of(model.model, dtype.itemsize)
+    shape = memory.Shape.of(model.model.config.get_text_config())
+    work = Work(
+        counts=counts,
+        activation=shape.activation_bytes(dtype.itemsize, False, False),
+        trained=model.trained,
+        frozen=adapted(model.model),
+        recompute=sizes.recompute,
+        micro_tokens=sizes.tokens,
+        slots=sizes.slots if parts.total <= available else max(sizes.slots, IF_IT_FITTED),
+    )
+    dynamic = algorithm.dynamic_sampling if rollout.dynamic is None else rollout.dynamic
+    overlong = algorithm.overlong_penalty if rollout.overlong is None else rollout.overlong
+    data = data_of(config)
+    by_vllm = rollout.engine == "vllm" and rollout.old_logp == "auto"
+    passes = (rule != "old") + (rollout.old_logp == "recompute" or by_vllm or algorithm.loss.level != "token")
+    prompt = prompt_tokens or data.prompt
+    cases = []
+    for share, kept in zip(shares, KEPT, strict=True):
+        more = min(MOST_MORE, rollout.oversample / kept) if dynamic else 1.0
+        seconds = _seconds(work, chosen, config, prompt, share, more, passes, data.evaluated)
+        steps = _steps(config, seconds.step)
+        run = steps * seconds.step + _evaluations(config, steps) * seconds.evaluation
+        cases.append(Case(max(1.0, share * rollout.max_new_tokens), more, seconds, steps, run))
+    return Plan(
+        config=config,
+        algorithm=algorithm,
+        rule=rule,
+        dynamic=dynamic,
+        overlong=overlong,
+        warnings=tuple(warnings_about(algorithm, config)),
+        parameters=model.parameters,
+        trained=model.trained,
+        known_from=model.known_from,
+        device=chosen,
+        dtype=str(dtype).removeprefix("torch."),
+        memory=parts,
+        available=available,
+        micro_tokens=sizes.tokens,
+        recompute=sizes.recompute,
+        slots=sizes.slots,
+        optimiser_steps=config.optim.minibatches * config.optim.epochs,
+        prompt_tokens=prompt,
+        low=cases[0],
+        middle=cases[1],
+        high=cases[2],
+        evaluations=_evaluations(config, cases[1].steps),
+        data=data,
+        disk=_disk(config, model, parts),
+    )
+
+
+def _device(config: Config, name: str | None) -> tuple[Device, torch.dtype]:
+    if name is None:
+        found = pick_device(config.device)
+        return devices.at_hand(found), pick_dtype(config.dtype, found)
+    chosen = devices.named(name)
+    auto = torch.float32 if chosen.cpu else torch.bfloat16
+    return chosen, auto if config.dtype == "auto" else pick_dtype(config.dtype, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    tokens: int
+    recompute: bool
+    slots: int
+
+
+def _sizes(model: Any, config: Config, device: Device, held: bool) -> tuple[memory.Memory, _Sizes]:
+    """As make_room and pick_slots choose them, on a device that need not be there."""
+    available, logits = int(memory.SHARE * device.memory), not _linear_head(model)
+    optim, slots = config.optim, config.rollout.slots
+    if device.cpu:
+        slots = slots or memory.CPU_SLOTS
+    slots = slots or memory.slots_for(model, config, available, held)
+    config = replace(config, rollout=replace(config.rollout, slots=slots))
+    if device.cpu:
+        tokens, recompute = optim.micro_tokens or memory.CPU_TOKENS, bool(optim.recompute)
+    else:
+        tokens, recompute = memory.choose(model, config, available, held, logits)
+    found = memory.estimate(model, config, tokens, recompute, held, logits)
+    if config.rollout.engine == "vllm":  # its own weights and cache
+        share = config.rollout.vllm.get("gpu_memory_utilization", 0.0 if device.cpu else GPU_SHARE)
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"rollout.vllm.gpu_memory_utilization must be between 0 and 1; got {share!r}")
+        found = replace(found, cache=max(found.cache + found.weights, int(share * device.memory)))
+    return found, _Sizes(tokens, recompute, slots)
+
+
+def _linear_head(model: Any) -> bool:
+    """As far as it can be seen without weights: see policy.head_is_linear."""
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return getattr(model.get_output_embeddings(), "bias", None) is None and cap is None
+
+
+def _steps(config: Config, seconds: float) -> int:
+    return config.steps if config.minutes is None else min(config.steps, math.ceil(60 * config.minutes / seconds))
+
+
+def _evaluations(config: Config, steps: int) -> int:
+    """The first, the last and those between."""
+    every = config.eval.every
+    return 2 + ((steps - 1) // every if every else 0) if steps else 1
+
+
+def _seconds(
+    work: Work, device: Device, config: Config, prompt: int, share: float, more: float, passes: int, problems: int
+) -> Seconds:
+    rollout = config.rollout
+    mean = max(1.0, share * rollout.max_new_tokens)
+    trained = Batch(rollout.prompts, rollout.samples, prompt, mean, rollout.max_new_tokens)
+    tested = Batch(problems, config.eval.k, prompt, mean, rollout.max_new_tokens)
+    epochs = config.optim.epochs
+    return Seconds(
+        rollout=rollout_seconds(work, device, replace(trained, groups=more * rollout.prompts)),
+        logp=passes * train_seconds(work, device, trained, forward=True),
+        train=epochs * train_seconds(work, device, trained, config.optim.minibatches),
+        evaluation=rollout_seconds(work, device, tested),
+    )
+
+
+def _disk(config: Config, model: Shell, parts: memory.Memory) -> Disk:
+    folder, keep = Path(config.output), config.checkpoint
+    log = folder / "metrics.jsonl"
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"output: cannot write into {there}; give another folder with --output")
+    weights = sum(x.nbytes for x in adapter_weights(model.model).values()) if adapted(model.model) else parts.weights
+    return Disk(
+        folder=str(folder),
+        holds_run=log.is_file() and log.stat().st_size > 0,
+        checkpoint=weights + parts.masters + parts.moments + parts.reference,
+        kept=keep.keep + keep.best + 1 if keep.keep else 0,  # a new one is whole before an old one goes
+        free=shutil.disk_usage(there).free,
+    )

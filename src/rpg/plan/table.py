@@ -1,0 +1,213 @@
+"""A plan as text: for the terminal, or a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..console import printed
+from ..loss.describe import advantage_text, clip_text
+from .plan import IF_IT_FITTED, Plan
+
+ANCHORS = {
+    "old": "anchored to the sampling policy, so no second model is held",
+    "frozen": "anchored to the initial model",
+    "every": "anchored to a copy, renewed every {every} steps",
+    "kl": "anchored to a copy, renewed when the KL passes {kl:g}",
+    "ema": "anchored to a moving average of the weights",
+}
+PARTS = {
+    "weights": "{dtype}",
+    "masters": "float32 copies of trained weights",
+    "moments": "of the optimiser, float32",
+    "gradients": "summed in float32",
+    "reference": "a second set of weights",
+    "cache": "keys and values, {slots} at a time",
+    "activations": "{tokens:,} tokens at a time{recompute}",
+}
+
+
+def show(plan: Plan) -> None:
+    with printed() as to:
+        _show(plan, to)
+
+
+def _show(plan: Plan, to: Console) -> None:
+    config = plan.config
+    title = f"{config.algorithm} · {config.model} · {config.task.name} · {plan.device.name}"
+    to.print(Text(f"{title}: a plan, nothing is loaded or written", style="bold"))
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    for name, lines in _facts(plan):
+        facts.add_row(name, "\n".join(lines))
+    to.print(facts)
+    to.print(_memory(plan))
+    to.print(_time(plan))
+    for line in _assumptions(plan):
+        to.print(Text(line, style="dim"))
+    for ok, line in verdicts(plan):
+        to.print(Text(f"{'✓' if ok else '✗'} {line}", style="green" if ok else "bold red"))
+    for text in plan.warnings:
+        to.print(Text(f"! {text}", style="yellow"))
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
+    config, loss = plan.config, plan.algorithm.loss
+    rollout = config.rollout
+    yield (
+        "algorithm",
+        [
+            plan.algorithm.formula,
+            f"advantage {advantage_text(plan.algorithm.advantage)}; clip {clip_text(loss.clip)}; {loss.reduction}",
+            _kl(plan),
+            "; ".join(
+                [
+                    "dynamic sampling: groups of equal rewards are replaced" if plan.dynamic else "no dynamic sampling",
+                    f"overlong penalty in the last {rollout.overlong_tokens} tokens"
+                    if plan.overlong
+                    else "no overlong penalty",
+                ]
+            ),
+        ],
+    )
+    trained = "all trained" if plan.trained == plan.parameters else f"{_count(plan.trained)} trained ({_method(plan)})"
+    yield "model", [f"{_count(plan.parameters)} parameters, {trained}; {plan.dtype}; known from {plan.known_from}"]
+    tests = ", ".join(f"{name} ({rows:,})" if rows else name for name, rows in plan.data.tests.items())
+    rows = f", {plan.data.rows:,} rows" if plan.data.rows else ""
+    k = config.eval.k
+    yield "problems", [f"{plan.data.name}{rows}; evaluated {plan.evaluations} times on {tests}, mean@{k}"]
+    yield (
+        "a step",
+        [
+            f"{rollout.prompts} prompts × {rollout.samples} responses of up to {rollout.max_new_tokens:,} tokens: "
+            f"{_count(plan.tokens)} tokens at most; {plan.optimiser_steps} optimiser steps",
+        ],
+    )
+    steps = plan.middle.steps
+    limit = f"{config.minutes:g} minutes: some " if steps < config.steps else ""
+    yield "run", [f"{limit}{steps} steps, {steps * plan.optimiser_steps:,} optimiser steps, lr {config.optim.lr:g}"]
+
+
+def _method(plan: Plan) -> str:
+    return plan.config.peft.method or "an adapter"
+
+
+def _kl(plan: Plan) -> str:
+    loss, reference = plan.algorithm.loss, plan.config.reference
+    if loss.divergence != "none" and loss.beta > 0:
+        text = f"KL {loss.divergence}, β {loss.beta:g}"
+    elif plan.algorithm.advantage.beta > 0:
+        text = f"KL in the reward, β {plan.algorithm.advantage.beta:g}"
+    else:
+        return "no KL term, so no reference"
+    anchor = ANCHORS[plan.rule].format(every=reference.every, kl=reference.kl)
+    if plan.rule == "frozen":
+        anchor += ", of which a copy is held" if plan.memory.reference else ": the model with its adapter off, no copy"
+    return f"{text}, {anchor}"
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("memory")
+    table.add_column("GB", justify="right")
+    table.add_column("")
+    recompute = ", recomputed in the backward pass" if plan.recompute else ""
+    for name, text in PARTS.items():
+        value = getattr(plan.memory, name)
+        said = text.format(dtype=plan.dtype, slots=plan.slots, tokens=plan.micro_tokens, recompute=recompute)
+        table.add_row(name, _gb(value), said if value else "none")
+    table.add_section()
+    table.add_row(
+        "together", _gb(plan.memory.total), f"of {_gb(plan.device.memory)}, {_gb(plan.available)} to plan with"
+    )
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    cases = (plan.low, plan.middle, plan.high)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("time, estimated")
+    for title in ("low", "middle", "high"):
+        table.add_column(title, justify="right")
+    table.add_row("mean response, tokens", *(f"{case.length:,.0f}" for case in cases))
+    if plan.dynamic:
+        table.add_row("prompts sampled for one kept", *(f"{case.sampled:g}" for case in cases))
+    table.add_section()
+    for name in ("rollout", "logp", "train", "step"):
+        label = {"logp": "  log-probabilities", "train": "  training", "rollout": "  rollout", "step": "a step"}[name]
+        table.add_row(label, *(duration(getattr(case.seconds, name)) for case in cases))
+    table.add_row("an evaluation", *(duration(case.seconds.evaluation) for case in cases))
+    table.add_section()
+    table.add_row("the run", *(Text(duration(case.run), style="bold") for case in cases))
+    return table
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    yield (
+        "An estimate: operations and bytes counted, over the device's rates, by how far rpg was from them in "
+        f"docs/speed-table.md. Prompts of {plan.prompt_tokens} tokens; rewards and checkpoints not counted."
+    )
+    if not plan.fits:
+        yield f"Times are as if it fitted, with {IF_IT_FITTED} responses at a time."
+    yield f"Device: {plan.device.source}."
+
+
+def verdicts(plan: Plan) -> Iterator[tuple[bool, str]]:
+    """(good, one line) for memory, disk and the folder."""
+    used = plan.memory.total / plan.device.memory
+    if plan.fits:
+        yield True, f"fits: {_gb(plan.memory.total)} of {_gb(plan.device.memory)} GB ({used:.0%})"
+    else:
+        yield False, f"does not fit: {_gb(plan.memory.total)} GB, and {_gb(plan.available)} are there; {way_out(plan)}"
+    disk = plan.disk
+    files = "config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.html"
+    if disk.holds_run:
+        yield False, f"{disk.folder} holds a run already: give --resume to go on with it, or another --output"
+    size = f"{_gb(disk.checkpoint)} GB each, {disk.kept} at most at a time; {_gb(disk.free)} GB are free"
+    text = f"writes {disk.folder}: {files}, checkpoints of {size}" if disk.kept else f"writes {disk.folder}: {files}"
+    yield plan.fits_disk, text if plan.fits_disk else f"{text}: lower checkpoint.keep, or give another --output"
+
+
+def way_out(plan: Plan) -> str:
+    """What to change first."""
+    lowest = plan.memory.total - plan.memory.cache - plan.memory.activations
+    several = "several GPUs: the same loss in TRL or verl"
+    if plan.device.cpu:
+        return "lower rollout.slots, or take a smaller model"
+    if plan.memory.reference and lowest - plan.memory.reference <= plan.available:
+        return f"--reference.update old holds no second model; or --peft.method lora; or {several}"
+    if plan.trained == plan.parameters and plan.memory.weights < plan.available:
+        return f"--peft.method lora trains an adapter; or {several}"
+    if lowest <= plan.available:
+        return f"lower rollout.max_new_tokens, rollout.slots or optim.micro_tokens; or {several}"
+    return several
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """3.2 s, 14 min, 4.1 h, 12 days"""
+    if seconds < 0.05:
+        return "0 s" if seconds < 0.0005 else f"{1e3 * seconds:.0f} ms"
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.{1 if seconds / unit < 10 else 0}f} {name}"
+    days = seconds / 86400
+    return f"{days:.{1 if days < 10 else 0}f} days"
+
+
+def _gb(number: float) -> str:
+    return f"{number / 1e9:,.1f}" if number >= 1e8 else f"{number / 1e9:.2f}"
+
+
+def _count(number: float) -> str:
+    """4.02 B, 30.4 M"""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return str(int(number))

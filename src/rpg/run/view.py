@@ -1,0 +1,235 @@
+"""What people see while a run trains: a live panel on a terminal, plain lines elsewhere. Never why a run stops."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Literal, Self
+
+from ..console import one_of
+from .figures import TROUBLE, Clock, Evaluation, Row, clock, fixed, number, numbers_of, printable
+from .panel import Panel
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+Style = Literal["info", "warning", "error"]
+KINDS = ("auto", "live", "plain", "none")
+FRAME = 0.4  # seconds between two frames
+
+
+def make_view(kind: str, *, title: str, steps: int, console: Console | None = None) -> View:
+    """auto: live on a terminal, else plain; live without a terminal is plain too. To stdout, or to ``console``."""
+    one_of("log.view", kind, KINDS)
+    if kind == "none":
+        return View()
+    from rich.console import Console
+
+    # FORCE_COLOR makes rich take a pipe for a terminal
+    terminal = sys.stdout.isatty() if console is None else console.is_terminal
+    console = console or Console(highlight=False)
+    moves = terminal and console.is_interactive and not console.is_dumb_terminal and not console.is_jupyter
+    if moves and (kind == "live" or not os.environ.get("CI")):
+        return LiveView(title, steps, console)
+    return PlainView(title, steps, console)
+
+
+class View:
+    """Shows nothing but warnings and errors, on stderr. A context manager, like the views below."""
+
+    def stage(self, name: str) -> None:
+        """What the run is doing: "rollout 212/256". Costs nothing, call it as often as you like."""
+
+    def step(self, row: Row) -> None:
+        """A row of metrics.jsonl. Names may be missing."""
+
+    def history(self, rows: Iterable[Row]) -> None:
+        """Rows from before a resume: curves and first values start with them, clocks do not."""
+
+    def message(self, text: str, style: Style = "info") -> None:
+        """A line that stays."""
+        if style != "info":
+            _tell(sys.stderr, lambda: print(f"{style}: {text}", file=sys.stderr, flush=True))
+
+    def close(self) -> None:
+        """Leave the terminal as it was; may be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Mute(View):
+    """Of a rank that is not the first."""
+
+    def message(self, text: str, style: Style = "info") -> None: ...
+
+
+def _tell(file: IO[str], write: Callable[[], None]) -> bool:
+    """False once nobody reads any more (a closed pipe, a terminal that hung up): the run goes on without."""
+    if getattr(file, "closed", False):
+        return False
+    try:
+        write()
+    except OSError:
+        return False
+    return True
+
+
+# ---- plain -----------------------------------------------------------------------------------------------------------
+
+COLUMNS: tuple[tuple[str, str, int, Callable[[float | None], str]], ...] = (
+    ("solved", "reward/solved", 5, fixed(3)),
+    ("reward", "reward/mean", 6, fixed(3)),
+    ("kl", "kl/old", 6, number),
+    ("entropy", "entropy", 5, fixed(3)),
+    ("len", "length/mean", 5, fixed(1)),
+    ("tok/s", "speed/tokens_per_s", 5, number),
+)
+
+
+class PlainView(View):
+    """A line a step, each flushed; of long runs some 60 lines, and one a minute."""
+
+    LINES, SECONDS = 60, 60.0
+
+    def __init__(self, title: str, steps: int, console: Console) -> None:
+        self._title, self._console = title, console
+        self._clock = Clock(steps)
+        self._every = max(1, math.ceil(steps / self.LINES))
+        self._shown = self._start = 0
+        self._at = time.monotonic()
+        self._open = True
+
+    def __enter__(self) -> Self:
+        self._print(self._title, "bold")
+        return self
+
+    def history(self, rows: Iterable[Row]) -> None:
+        self._start = max((int(row.get("step", 0)) for row in rows), default=0)
+        self._shown = self._clock.done = self._start
+
+    def step(self, row: Row) -> None:
+        row, now, timer = numbers_of(row), time.monotonic(), self._clock
+        timer.step(row, now)
+        trained = any(name in row for _, name, *_ in COLUMNS)
+        due = timer.done - self._shown >= self._every or now - self._at >= self.SECONDS
+        first_or_last = timer.done in (self._start + 1, timer.steps)
+        found = Evaluation.of(row)
+        trouble = [f"{text} {row[name]:g}" for name, text in TROUBLE.items() if row.get(name)]
+        if trained and (due or first_or_last or found or trouble):
+            self._shown, self._at = timer.done, now
+            self._print(self._place("step") + "".join(self._cells(row, trouble)))
+        for e in found:
+            passed = f"  {e.passed[0]} {e.passed[1]:.3f}" if e.passed else ""
+            self._print(
+                f"{self._place('eval')}  {e.task} {e.metric} {e.mean:.3f} {e.interval}".rstrip() + passed, "bold"
+            )
+
+    def _place(self, word: str) -> str:
+        steps = str(self._clock.steps)
+        return f"{word} {self._clock.done:>{len(steps)}}/{steps}"
+
+    def _cells(self, row: Row, trouble: list[str]) -> Iterable[str]:
+        for label, name, width, form in COLUMNS:
+            yield f"  {label} {form(row.get(name)):>{width}}"
+        left = self._clock.left()
+        yield f"  left {'-' if left is None else clock(left)}"
+        for text in trouble:
+            yield f"  {text}"
+
+    def message(self, text: str, style: Style = "info") -> None:
+        self._print(_labelled(text, style), COLOURS[style])
+
+    def _print(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        def write() -> None:
+            self._console.print(Text(printable(text, self._console.encoding), style=style), soft_wrap=True)
+            self._console.file.flush()
+
+        self._open = self._open and _tell(self._console.file, write)
+
+
+COLOURS: dict[Style, str] = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+def _labelled(text: str, style: Style) -> str:
+    return text if style == "info" else f"{style}: {text}"
+
+
+# ---- live ------------------------------------------------------------------------------------------------------------
+
+
+class LiveView(View):
+    """A panel at the bottom of a terminal, redrawn every 0.4 seconds by a thread of its own."""
+
+    def __init__(self, title: str, steps: int, console: Console) -> None:
+        self._console = console
+        self._panel = Panel(title, steps)
+        self._live: Live | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._open = True
+        self._width = console.width
+
+    def __enter__(self) -> Self:
+        from rich.live import Live
+
+        self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._frame)
+        start = self._live.start
+        self._open = _tell(self._console.file, lambda: start(refresh=True))
+        self._thread = threading.Thread(target=self._draw, name="rpg-view", daemon=True)
+        self._thread.start()
+        return self
+
+    def stage(self, name: str) -> None:
+        self._panel.stage = name
+
+    def step(self, row: Row) -> None:
+        self._panel.step(row)
+
+    def history(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self._panel.add(numbers_of(row))
+
+    def message(self, text: str, style: Style = "info") -> None:
+        from rich.text import Text
+
+        line = Text(printable(_labelled(text, style), self._console.encoding), COLOURS[style])
+        self._open = self._open and _tell(self._console.file, lambda: self._console.print(line))
+
+    def close(self) -> None:
+        try:
+            self._closing.set()
+            if self._thread is not None:
+                self._thread.join()
+        finally:  # a second Ctrl-C must not leave the cursor hidden
+            self._panel.closed = True
+            if self._live is not None:
+                _tell(self._console.file, self._live.stop)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._panel.stage = "" if kind is None else "stopped"
+        self.close()
+
+    def _draw(self) -> None:
+        while self._open and self._live is not None and not self._closing.wait(FRAME):
+            self._open = _tell(self._console.file, self._live.refresh)
+
+    def _frame(self) -> Panel:
+        """The panel. Narrowed, a terminal has wrapped the last frame's lines, and more rows must be erased."""
+        width = self._console.width
+        if self._live is not None and width < self._width and (shape := self._live._live_render._shape):
+            rows = sum(max(1, math.ceil(used / width)) for used in self._panel.drawn)
+            self._live._live_render._shape = (shape[0], rows)
+        self._width = width
+        return self._panel

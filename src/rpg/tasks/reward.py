@@ -1,0 +1,125 @@
+r"""Rewards that are sums: ``task.rewards`` gives each part a weight.
+
+correct            the task's own reward; where it is a part, it alone decides what counts as solved
+format             1 for a response in the form that the prompt's template asks for, else 0
+my_reward.py:f     a function of your own, called as f(response, answer, prompt), sync or async
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+from ..console import choose
+from ..rewards.scoring import CORRECT, Part
+from ..verify.answers import boxed, final_answer
+from .task import ENDLESS, Problem, Task
+from .templates import template_text
+
+FORMAT = "format"
+OPEN, CLOSE = "<think>", "</think>"
+OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
+ANSWER_LINE = re.compile(r"[*_]*+answer[*_]*+\s*+:", re.IGNORECASE)
+# space, punctuation, and what TeX has to make space and to change fonts
+NOTHING = re.compile(r"(?:[\s.,;:$~{}*_`]|\\(?:[\s,;:!>()\[\]\\$]|q?quad(?![A-Za-z])|(?:text|math)[a-z]*+|\Z))*+")
+
+
+def make_reward(own: str | None, parts: Mapping[str, float], task: Task, template: str | None = None) -> Sequence[Part]:
+    """What a Scorer takes: the function ``own``, or the weighted ``parts``, or the task's reward if neither is given.
+
+    ``template`` is the run's, where it has one: ``format`` goes by it, else by those of the problems.
+    """
+    functions(own, parts)
+    if own is not None:
+        return (Part("", own),)
+    if not parts:
+        return (Part("", task.reward, trusted=task.trusted),)
+    made, names = [], _names(parts)
+    for given, weight in parts.items():
+        name = names[given]
+        if given == CORRECT:
+            made.append(Part(name, task.reward, weight, task.trusted))
+        elif given == FORMAT:
+            asked = (template,) if template is not None else _templates(task)
+            made.append(Part(name, partial(well_formed, asked=tuple(map(template_text, asked))), weight, trusted=True))
+        else:
+            made.append(Part(name, given, weight))
+    return made
+
+
+def functions(own: str | None, parts: Mapping[str, float]) -> list[str]:
+    """The user's own functions in a reward, by name; what can be wrong about it without a task is a ValueError here."""
+    if own is not None and parts:
+        raise ValueError(f"task.reward is the only reward: drop it, or put it into task.rewards ({own}: 1)")
+    for name, weight in parts.items():
+        if not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ValueError(f"task.rewards: the weight of {name} must be a finite number; got {weight!r}")
+    if parts and not any(parts.values()):
+        raise ValueError("task.rewards: all weights are 0: there is nothing to learn")
+    named = [own] if own is not None else [name for name in parts if name not in (CORRECT, FORMAT)]
+    for name in named if own is None else ():
+        if ":" not in name:
+            known = choose("reward in task.rewards:", name, (CORRECT, FORMAT))
+            raise ValueError(f"{known}, or a function of your own, file.py:name")
+    return named
+
+
+def _names(parts: Iterable[str]) -> dict[str, str]:
+    """What metrics call them: correct, format, my_reward.score for rewards/my_reward.py:score unless two are alike."""
+    short = {given: given.rpartition("/")[2].replace(".py:", ".").replace(":", ".") for given in parts}
+    alike = list(short.values())
+    return {given: name if alike.count(name) == 1 else given.replace("/", "_") for given, name in short.items()}
+
+
+def _templates(task: Task) -> tuple[str, ...]:
+    """Of the problems; of endless ones, of the first."""
+    sets: list[Sequence[Problem]] = [task.train, *task.tests.values()]
+    looked_at = chain.from_iterable(problems[:64] if len(problems) >= ENDLESS else problems for problems in sets)
+    return tuple(dict.fromkeys(problem.template for problem in looked_at))
+
+
+# ---- form ------------------------------------------------------------------------------------------------------------
+
+
+def well_formed(response: str, answer: str, prompt: str, *, asked: Sequence[str] = ("",)) -> float:
+    """1 for a response in the form that one of these templates asks for, whether the answer is right or wrong.
+
+    A template with <think> in it asks for one block of thought, opened at the very beginning (or by the model's chat
+    template: the opening tag may be missing) and closed once. One with <answer> asks for one block of it that ends the
+    response, one with \\boxed for a box (in the block, where both are asked for), one with "Answer:" for a last line
+    that begins so; others for an answer in any form that ``verify`` reads. The answer has to come after the thought,
+    and to say something.
+    """
+    return float(any(_fits(response, template) for template in asked))
+
+
+def _fits(response: str, template: str) -> bool:
+    thought, closed, rest = response.rpartition(CLOSE)
+    if OPEN in template:
+        opened = thought.lstrip().removeprefix(OPEN)
+        if not closed or CLOSE in thought or OPEN in opened or OPEN in rest:
+            return False
+    block = OPEN_ANSWER in template
+    if block:
+        rest = rest.rstrip()
+        if rest.count(OPEN_ANSWER) != 1 or rest.count(CLOSE_ANSWER) != 1 or not rest.endswith(CLOSE_ANSWER):
+            return False
+        rest = rest.partition(OPEN_ANSWER)[2].removesuffix(CLOSE_ANSWER)
+    if "\\boxed" in template:
+        box = boxed(rest)
+        return box is not None and _says(box[1])
+    if block:
+        return _says(rest)
+    if "Answer:" in template:
+        line = rest.rstrip().rsplit("\n", 1)[-1].lstrip()
+        begun = ANSWER_LINE.match(line)
+        return begun is not None and _says(line[begun.end() :])
+    return _says(final_answer(rest) or "")
+
+
+def _says(text: str) -> bool:
+    """Whether there is anything in it."""
+    return NOTHING.fullmatch(text) is None

@@ -1,0 +1,118 @@
+"""How much is computed at a time, and what is done when that was too much: release, halve, recompute, try again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from ..costs.memory import CPU_SLOTS, CPU_TOKENS, available_bytes, can_recompute, choose, slots_for
+from ..distributed.ranks import ALONE, World
+from ..models.policy import Policy
+from ..run.config import Config
+from .batch import Batch, micro_batches
+
+Result = TypeVar("Result")
+
+
+class OomRetry:
+    """How much is computed at a time: ``tokens`` of a micro-batch, and whether activations are recomputed.
+
+    Where the device runs out of memory, what was begun is done again: the first time with what ``release`` frees (the
+    engine's caches), after that with half the tokens, which stays. Neither changes the gradient. Where
+    weights are sharded it is an error: the others are in the middle of an operation that this rank has to take part in.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        recompute: bool = False,
+        may_recompute: bool = False,
+        release: Callable[[], None] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+        packs: bool = True,
+        world: World = ALONE,
+    ):
+        self.world = world
+        self.tokens, self.recompute, self.may_recompute = tokens, recompute, may_recompute
+        self.release, self.warn, self.packs = release, warn, packs
+        self.released = release is None  # has been tried in this run
+
+    def run(
+        self,
+        batch: Batch,
+        work: Callable[[int], Result],
+        undo: Callable[[], None] = lambda: None,
+        whole: bool = False,
+    ) -> Result:
+        """``work`` with the tokens of a micro-batch, until it fits. ``whole``: it cannot be cut."""
+        while True:
+            if self.world.sharded:
+                return work(self.tokens)
+            try:
+                return work(self.tokens)
+            except torch.OutOfMemoryError:
+                pass  # go on outside: in here the traceback holds the tensors that have to go
+            undo()
+            self._shrink(batch, whole)
+
+    def _shrink(self, batch: Batch, whole: bool) -> None:
+        again, self.released = self.released, True
+        if self.release is not None:
+            self.release()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not again:
+            return
+        parts = self._parts(batch)
+        if not whole and parts < len(batch):
+            while self._parts(batch) == parts:  # a larger size than there is changes nothing
+                self.tokens //= 2
+            self.warn(f"out of memory: micro-batches of {self.tokens} tokens from here on")
+        elif self.may_recompute and not self.recompute:
+            self.recompute = True
+            self.warn("out of memory: activations are recomputed from here on")
+        else:
+            raise torch.OutOfMemoryError("a single sequence does not fit")
+
+    def _parts(self, batch: Batch) -> int:
+        return len(list(micro_batches(batch, self.tokens, self.packs)))
+
+    def state(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "recompute": self.recompute, "released": self.released}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.tokens, self.recompute, self.released = state["tokens"], state["recompute"], state["released"]
+
+
+def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True, world: World = ALONE) -> int:
+    """As the settings say, else as many as are worth it and fit. ``held``: a copy of the model will be."""
+    if config.rollout.slots is not None or policy.device.type != "cuda":
+        return config.rollout.slots or CPU_SLOTS
+    return min(world.gather(slots_for(policy.model, config, available_bytes(policy.device), held, trained, world)))
+
+
+def make_oom_retry(
+    policy: Policy,
+    config: Config,
+    reference: bool = False,
+    release: Callable[[], None] | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+    world: World = ALONE,
+) -> OomRetry:
+    """As the settings say; what they leave open is chosen from the GPU's memory, the smallest of all ranks'."""
+    slots = pick_slots(policy, config, reference, world=world)
+    config = replace(config, rollout=replace(config.rollout, slots=slots))
+    optim, able = config.optim, can_recompute(policy.model)
+    if optim.recompute and not able:
+        raise ValueError(f"optim.recompute: {type(policy.model).__name__} has no layers that can be recomputed")
+    if policy.device.type == "cuda":
+        available = min(world.gather(available_bytes(policy.device)))
+        tokens, recompute = choose(policy.model, config, available, reference, logits=not policy.apart, world=world)
+    else:
+        tokens, recompute = optim.micro_tokens or CPU_TOKENS, bool(optim.recompute)
+    return OomRetry(tokens, recompute, optim.recompute is None and able, release, warn, policy.packs, world)

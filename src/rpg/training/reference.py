@@ -1,0 +1,187 @@
+"""The policy that anchors the KL term: the sampling policy itself, or a copy that is renewed by a rule.
+
+Where an adapter is trained, the copy is one of the adapter's weights, or none at all: the model with the adapter off.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.ranks import ALONE, World
+from ..distributed.shards import ShardedPolicy, cut, local, swapped_in
+from ..loss.anchor import Renewal
+from ..loss.methods import Algorithm
+from ..models import adapters
+from ..models.policy import Policy
+from ..run.config import ReferenceConfig
+from .batch import Batch, dealt, filler
+from .optim import HALF
+
+AVERAGE = "average/"  # in front of the names of averages in a checkpoint
+
+
+def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
+    """old, every, kl, ema or frozen. Without a KL term there is nothing to anchor: old, which costs nothing."""
+    has_kl = (algorithm.loss.divergence != "none" and algorithm.loss.beta > 0) or algorithm.advantage.beta > 0
+    if not has_kl:
+        return "old"
+    if config.update == "auto":
+        return "old" if algorithm.reference == "old" else "frozen"
+    return config.update
+
+
+class Reference:
+    """``policy`` is None where the reference is the sampling policy: no second model is held.
+
+    Where an adapter is trained, ``policy`` is the trained one, which is scored with the weights in ``adapter`` instead
+    of its own, or with its adapter off: a frozen reference of an adapter that began as nothing.
+    A moving average of weights in half precision is kept in float32, as its steps are too small for half precision.
+    Where weights are sharded, a copy of them is too: ``whole`` is what it is made from.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rule: str,
+        config: ReferenceConfig,
+        world: World = ALONE,
+        whole: Policy | None = None,
+    ):
+        self.rule, self.config, self.world = rule, config, world
+        self.policy: Policy | None = None
+        self.adapter: dict[str, Tensor] | None = None
+        self.renewal = Renewal(rule, config)
+        if rule != "old" and policy.adapted:
+            self.policy = policy
+            if rule != "frozen" or not policy.fresh:
+                self.adapter = {name: x.clone() for name, x in adapters.weights(policy.model).items()}
+        elif rule != "old" and world.sharded:
+            self.policy = ShardedPolicy(whole or policy, world, frozen=True)
+        elif rule != "old":
+            model = copy.deepcopy(policy.model).requires_grad_(False)
+            self.policy = Policy(model, policy.tokenizer, policy.temperature)
+        self.averages = {name: x.float() for name, x in self._weights().items() if rule == "ema" and x.dtype in HALF}
+
+    @torch.no_grad()
+    def logp(self, batch: Batch, micro_tokens: int | None) -> Tensor | None:
+        """[B,T], or None where the reference is the sampling policy."""
+        if self.policy is None:
+            return None
+        with self._adapter():
+            return batch_logp(self.policy, batch, micro_tokens, self.world)
+
+    def _adapter(self) -> AbstractContextManager[None]:
+        """Within, the policy is the reference."""
+        if self.policy is None or not self.policy.adapted:
+            return nullcontext()
+        model = self.policy.model
+        if self.adapter is not None and self.world.sharded:
+            return swapped_in(self.policy, self.adapter)
+        return adapters.switched_off(model) if self.adapter is None else adapters.swapped_in(model, self.adapter)
+
+    @torch.no_grad()
+    def after_step(self, step: int, policy: Policy, kl: float | None) -> bool:
+        """Renew the copy if its rule says so. ``kl``: per token, current policy from reference, in this step."""
+        if self.policy is None or self.rule == "frozen":
+            return False
+        if self.rule == "ema":
+            self._blend(policy, 1 - self.config.decay)
+            return True
+        due = self.renewal.due(step, kl)
+        if due:
+            self._blend(policy, 1.0)
+            self.renewal.renewed()
+        return due
+
+    @property
+    def average_kl(self) -> float:
+        return self.renewal.average_kl
+
+    @property
+    def renewals(self) -> int:
+        return self.renewal.renewals
+
+    def _blend(self, policy: Policy, share: float) -> None:
+        for (name, held), other in zip(self._weights().items(), _weights(policy).values(), strict=True):
+            own, new = local(held), local(other)
+            if share == 1:
+                own.copy_(new)
+            elif name in self.averages:
+                own.copy_(local(self.averages[name]).lerp_(new.float(), share))
+            else:
+                own.lerp_(new.to(own.dtype), share)
+
+    def _weights(self) -> dict[str, Tensor]:
+        if self.policy is None:
+            return {}
+        return (self.adapter or {}) if self.policy.adapted else _weights(self.policy)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self.policy is None:
+            return {}
+        own = self._weights() if self.policy.adapted else self.policy.model.state_dict()
+        return dict(own) | {AVERAGE + name: x for name, x in self.averages.items()}
+
+    def state(self) -> dict[str, Any]:
+        held = bool(self._weights())
+        return {"rule": self.rule, **self.renewal.state(), "held": held}
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """``tensors``: nothing where the state says that none are held."""
+        self.renewal.load(state)
+        if self.policy is None:
+            return
+        if not state["held"]:
+            self.adapter = None  # the adapter began as nothing, in the process that began the run
+            return
+        own = {name: x for name, x in tensors.items() if not name.startswith(AVERAGE)}
+        if self.adapter is None:
+            if self.world.sharded:
+                _take(self.policy.model.state_dict(), own)
+            else:
+                self.policy.model.load_state_dict(own)
+        else:
+            _take(self.adapter, own)
+        _take(self.averages, {name: tensors[AVERAGE + name] for name in self.averages})
+
+
+@torch.no_grad()
+def _take(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, x in places.items():
+        local(x).copy_(cut(values[name], x))
+
+
+def _weights(policy: Policy) -> dict[str, Tensor]:
+    """What a reference has a copy of."""
+    return adapters.weights(policy.model) if policy.adapted else floating(policy.model)
+
+
+def floating(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, tied ones once."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: x.detach() for name, x in named if x.is_floating_point()}
+
+
+@torch.no_grad()
+def batch_logp(policy: Policy, batch: Batch, micro_tokens: int | None, world: World = ALONE) -> Tensor:
+    """Log-probabilities of a batch's responses under a policy, [B,T]. Each rank computes a share of them."""
+    out_BT = torch.zeros_like(batch.old_logp_BT)
+    cuts = dealt(batch, micro_tokens, policy.packs, world)
+    parts = [filler(batch) if index is None else batch.rows(index) for index in cuts]
+    packings = [policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B) for part in parts]
+    for i, (index, part) in enumerate(zip(cuts, parts, strict=True)):
+        scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, packing=packings[i])
+        packings[i] = None
+        if index is not None:
+            out_BT[index, : scored.logp_BT.shape[1]] = scored.logp_BT
+    policy.rest()
+    world.add(out_BT)
+    return out_BT

@@ -1,0 +1,223 @@
+"""The parts of a run, made from its settings; a mistake in them is a ValueError of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ..console import one_of
+from ..loss.clip import Unweighted
+from ..loss.methods import Algorithm, algorithm
+from ..loss.mismatch import MIS, TIS, IcePop, Mismatch, SequenceMask
+from ..models.policy import Policy
+from ..rewards.scoring import Part
+from ..run.config import Config
+from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
+from ..tasks.reward import functions, make_reward
+from ..tasks.templates import template_text
+from .collect import PromptTooLong, encode_prompt, prompt_parts
+
+
+def make_scorer(config: Config, task: Task) -> Scorer:
+    own = config.task
+    _check_template(config)
+    scorer = _scorer(config, make_reward(own.reward, own.rewards, task, own.template), own.workers)
+    scorer.start()
+    return scorer
+
+
+def check_rewards(config: Config) -> None:
+    """What make_scorer would refuse, as far as it can be known without the task: functions are imported, in a process
+    of their own, and never called."""
+    own = config.task
+    _check_template(config)
+    named = [Part("", name) for name in functions(own.reward, own.rewards)]
+    with _scorer(config, named, min(1, own.workers)) as scorer:
+        scorer.start()
+
+
+def _check_template(config: Config) -> None:
+    if config.task.template is not None:  # also where no problem takes it
+        template_text(config.task.template)
+
+
+def _scorer(config: Config, reward: Sequence[Part], workers: int) -> Scorer:
+    own = config.task
+    return Scorer(reward, workers=workers, timeout=own.timeout, on_error=own.on_error, memory_gb=own.memory_gb)
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def held_out(task: Task, config: Config) -> dict[str, list[Problem]]:
+    """The problems to evaluate on, by the name of their set."""
+    sets = {name: list(problems[: config.eval.problems]) for name, problems in task.tests.items()}
+    empty = [name for name, problems in sets.items() if not problems]
+    if empty or not sets:
+        which = f"task {config.task.name!r}" if len(sets) < 2 else f"test set {empty[0]!r}"
+        raise ValueError(f"{which} has no held-out problems: name some with --task.test")
+    return sets
+
+
+def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> int:
+    """Prompts and responses have to fit into the model. Gives the length of the longest prompt."""
+    longest = max((_length(policy, problem, config) for problem in problems), default=0)
+    _check_context(policy, longest, config)
+    return longest
+
+
+def check_train(policy: Policy, task: Task, config: Config, warn: Callable[[str], None] = lambda text: None) -> int:
+    """The problems to train on, as far as they can be looked at; as check_fit, but what is too long is left out.
+
+    A text has at most as many tokens as bytes: where the tokenizer knows every byte, what is shorter in bytes than the
+    longest prompt is in tokens need not be looked at.
+    """
+    if not len(task.train):
+        raise ValueError(f"task {config.task.name!r} has no problems to train on")
+    problems = task.train
+    if len(problems) >= ENDLESS:  # the first, and of a mixture all of the parts that have an end
+        problems = list({problem.prompt: problem for problem in [*finite(task.train), *task.train[:64]]}.values())
+    sizes = [(_bytes(problem, config), i) for i, problem in enumerate(problems)]
+    wrapping = len(policy.encode("", config.task.chat, options=config.task.chat_options)) + 16
+    bounded = _knows_every_byte(policy)
+    longest, too_long = 0, []
+    for size, i in sorted(sizes, reverse=True):
+        if bounded and size + wrapping <= longest:
+            break
+        try:
+            longest = max(longest, _length(policy, problems[i], config))
+        except PromptTooLong as error:
+            too_long.append(error)
+    if len(too_long) == len(problems):
+        raise too_long[0]
+    if too_long:
+        warn(
+            f"{len(too_long)} of {len(problems)} prompts are left out: "
+            f"they have more than rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} tokens"
+        )
+    _check_context(policy, longest, config)
+    return longest
+
+
+def _length(policy: Policy, problem: Problem, config: Config) -> int:
+    ids = encode_prompt(policy, problem, config)
+    if policy.unknown_ids.intersection(ids):
+        raise ValueError(f"the model's tokenizer does not know all characters of the prompt {problem.prompt[:60]!r}")
+    return len(ids)
+
+
+def _knows_every_byte(policy: Policy) -> bool:
+    try:
+        ids = policy.encode("\u0378\U000e0123", chat=False)  # characters in no vocabulary but as bytes
+    except Exception:  # of tokenizers: one that knows neither the characters nor a token for the unknown
+        return False
+    return len(ids) > 1 and not policy.unknown_ids.intersection(ids)
+
+
+def _bytes(problem: Problem, config: Config) -> int:
+    text, _, system = prompt_parts(problem, config)
+    return len(text.encode("utf-8", "surrogatepass")) + len((system or "").encode("utf-8", "surrogatepass"))
+
+
+def _check_context(policy: Policy, longest: int, config: Config) -> None:
+    new, context = config.rollout.max_new_tokens, policy.context
+    if context is not None and longest + new > context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and rollout.max_new_tokens={new} do not fit into the {context} of the model"
+        )
+
+
+# ---- algorithm -------------------------------------------------------------------------------------------------------
+
+
+MISMATCH: dict[str, Mismatch] = {"tis": TIS(), "icepop": IcePop(), "mis": MIS(), "sequence-mask": SequenceMask()}
+
+
+def resolve(config: Config) -> Algorithm:
+    """The preset with the run's options; Dr.GRPO's constant is the run's own longest response unless it is given."""
+    options = dict(config.loss)
+    if isinstance(rule := options.get("mismatch"), str):
+        one_of("loss.mismatch", rule, MISMATCH)
+        options["mismatch"] = MISMATCH[rule]
+    try:
+        chosen = algorithm(config.algorithm, **options)
+        if chosen.loss.reduction == "constant" and "constant" not in options:
+            chosen = algorithm(config.algorithm, **options, constant=float(config.rollout.max_new_tokens))
+        one_of("loss.reference", chosen.reference, ("old", "initial"))
+        _try_out(chosen, config.rollout.prompts, config.rollout.samples)
+    except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
+        given = ", ".join(f"loss.{key}={value!r}" for key, value in options.items())
+        raise ValueError(f"{config.algorithm} cannot have {given}: {error}") from error
+    return chosen
+
+
+def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
+    """Two groups of two tokens, so that a combination which cannot be trained is known before anything is sampled."""
+    if samples < 2 and chosen.advantage.kind in ("group-mean", "group-mean-std", "leave-one-out"):
+        raise ValueError(f"{chosen.name} compares the responses to a prompt: rollout.samples must be at least 2")
+    if prompts * samples < 2 and (chosen.advantage.kind == "batch-whitening" or chosen.advantage.whiten):
+        raise ValueError(f"{chosen.name} compares the responses of a step: it needs at least 2")
+    if chosen.loss.reduction == "none":
+        raise ValueError("loss.reduction=none leaves no number to differentiate")
+    if chosen.curvature_gate and chosen.loss.level != "token":
+        raise ValueError("the curvature gate works on tokens: loss.level must be token")
+    if "keep" in chosen.loss.needs and not chosen.curvature_gate:
+        raise ValueError("loss.needs=keep goes with the curvature gate of capo")
+    group = torch.arange(2).repeat_interleave(samples)
+    logp = torch.full((2 * samples, 2), -1.0, requires_grad=True)
+    mask, old = torch.ones(2 * samples, 2, dtype=torch.bool), logp.detach()
+    rewards = (torch.arange(2 * samples) % 2).float()
+    advantage = chosen.advantage(rewards, group, mask=mask, old_logp=old, ref_logp=old, greedy_rewards=rewards)
+    keep = mask if chosen.curvature_gate else None
+    chosen.loss(logp, old, advantage, mask, ref_logp=old, rollout_logp=old, keep=keep, groups=group)
+
+
+def warnings_about(chosen: Algorithm, config: Config) -> Iterator[str]:
+    """What is allowed, but seldom meant."""
+    optim, rollout, loss = config.optim, config.rollout, chosen.loss
+    if isinstance(loss.clip, Unweighted) and loss.divergence == "none" and optim.minibatches * optim.epochs > 1:
+        yield (
+            f"{chosen.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
+            "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
+        )
+    engines = rollout.old_logp == "engine" or (rollout.old_logp == "auto" and rollout.engine == "native")
+    if (rollout.top_p < 1 or rollout.top_k > 0) and engines:
+        yield "with top-p or top-k the ratios of policy to sampler start below 1, and a clip takes that for drift"
+    has_kl = (loss.divergence != "none" and loss.beta > 0) or chosen.advantage.beta > 0
+    if config.reference.update != "auto" and not has_kl:
+        yield f"reference.update={config.reference.update} has no effect: {chosen.name} has no KL term"
+
+
+def unasked(task: Task, config: Config) -> Iterator[str]:
+    """Answers are read in a few forms, which a prompt should ask for."""
+    own = config.task
+    if own.template is not None or own.reward is not None or task.reward is not verify_reward:
+        return
+    first = task.train[:256]
+    plain = sum(problem.template == "plain" for problem in first)
+    if plain > len(first) / 2:
+        yield (
+            f"{task.name}: its prompts do not say how to answer, and only \\boxed{{…}}, #### … and Answer: … are read: "
+            "--task.template boxed asks for it"
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type != "cuda":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32

@@ -1,0 +1,7 @@
+"""Is this answer right? ``verify(response, truth)`` never raises and never hangs; ``verdict`` also says why."""
+
+from __future__ import annotations
+
+from .judge import Verdict, verdict, verify
+
+__all__ = ["Verdict", "verdict", "verify"]

@@ -1,0 +1,284 @@
+"""The estimate against numbers counted by hand, and what is made of too little memory."""
+
+from dataclasses import astuple, replace
+
+import pytest
+import torch
+import transformers
+
+import tiny
+from rpg.costs.memory import Memory, choose, estimate, slots_for
+from rpg.models.policy import Policy
+from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
+from rpg.training.batch import make_batch, micro_batches
+from rpg.training.oom_retry import OomRetry, make_oom_retry, pick_slots
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def half_billion():
+    """Qwen2 of 494 M parameters, without their bytes."""
+    config = transformers.Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+CONFIG = Config(rollout=RolloutConfig(slots=256, max_prompt_tokens=512, max_new_tokens=1024))
+
+
+def test_the_parts_counted_by_hand(half_billion):
+    n = 494_032_768
+    assert sum(p.numel() for p in half_billion.parameters()) == n
+    found = estimate(half_billion, CONFIG, 8192, recompute=False, reference=True, logits=False)
+    assert found.weights == found.reference == 2 * n
+    assert found.masters == 4 * n
+    assert found.moments == 8 * n
+    assert found.gradients == 6 * n
+    assert found.cache == 256 * 1536 * 24 * 2 * 2 * 64 * 2
+    layer = 2 * 896 * (4 + 2 + 2) + (896 + 128 + 128 + 896) * 2 + 4 * 4864 * 2
+    assert found.activations == 8192 * (26 * layer + 896 * 8)
+    assert found.total == sum(astuple(found))
+    with torch.device("meta"):
+        full = estimate(half_billion.to(torch.float32), CONFIG, 8192, False, reference=False, logits=False)
+    half_billion.to(torch.bfloat16)
+    assert (full.masters, full.moments, full.gradients, full.reference) == (0, 8 * n, 4 * n, 0)
+
+
+def test_recomputation_keeps_the_inputs_of_layers(half_billion):
+    def activations(**how):
+        how = {"micro_tokens": 8192, "recompute": False, "reference": False, "logits": False} | how
+        return estimate(half_billion, CONFIG, **how).activations
+
+    assert activations(recompute=True) < activations() / 6
+    assert activations(micro_tokens=16384) == 2 * activations()
+    assert activations(micro_tokens=1) == activations(micro_tokens=1536)  # a sequence is not cut
+    assert activations(logits=True) - activations() == 8192 * 151936 * 14  # logits
+
+
+def test_a_moving_average_of_half_precision_is_held_in_float32_too(half_billion):
+    config = replace(CONFIG, reference=ReferenceConfig(update="ema"))
+    assert estimate(half_billion, config, 8192, False, True, False).reference == 6 * 494_032_768
+    assert estimate(half_billion, config, 8192, False, False, False).reference == 0
+
+
+@pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
+def test_every_architecture_has_an_estimate(name):
+    found = estimate(tiny.make(name), CONFIG, 1024, recompute=False, reference=False, logits=False)
+    assert all(value > 0 for value in (found.weights, found.moments, found.gradients, found.cache, found.activations))
+
+
+def test_experts_count_as_often_as_they_are_used():
+    config = transformers.Qwen3MoeConfig(
+        **{**tiny.COMMON, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    dense = tiny.make("qwen3")  # of 48 = 2 × 24
+    one, other = (estimate(m, CONFIG, 1024, False, False, False).activations for m in (model, dense))
+    assert one == other
+
+
+def test_an_adapter_is_all_that_is_trained_and_copied():
+    from rpg.models.adapters import attach
+
+    model = attach(tiny.make("qwen2-grouped", dtype=torch.bfloat16), "lora", {"r": 4}, "tiny")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    assert 0 < trained < frozen
+    found = estimate(model, CONFIG, 1024, False, True, False)
+    assert found.weights == 2 * (frozen + trained)
+    assert (found.masters, found.moments, found.gradients) == (4 * trained, 8 * trained, 6 * trained)
+    for update, held in {"auto": 0, "frozen": 0, "every": 2 * trained, "kl": 2 * trained, "ema": 6 * trained}.items():
+        config = replace(CONFIG, reference=ReferenceConfig(update=update))
+        assert estimate(model, config, 1024, False, True, False).reference == held
+        assert estimate(model, config, 1024, False, False, False).reference == 0
+    whole = estimate(tiny.make("qwen2-grouped", dtype=torch.bfloat16), CONFIG, 1024, False, True, False)
+    assert whole.reference == whole.weights == 2 * frozen
+    assert (whole.cache, whole.activations) == (found.cache, found.activations)
+
+
+def test_what_a_copy_holds_is_what_was_estimated():
+    """Of an adapter, and of a whole model: the tensors that Reference keeps."""
+    from rpg.models.adapters import attach
+    from rpg.training.reference import Reference
+
+    for adapter in (True, False):
+        for update in ("frozen", "every", "ema"):
+            policy = Policy(tiny.make("qwen2-grouped", dtype=torch.bfloat16), tiny.tokenizer())
+            if adapter:
+                policy = Policy(attach(policy.model, "lora", {"r": 4}, "tiny"), tiny.tokenizer())
+                policy.fresh = True
+            how = ReferenceConfig(update=update)
+            kept = Reference(policy, update, how)
+            own = kept.adapter or {} if adapter else dict(kept.policy.model.named_parameters())
+            held = sum(x.nbytes for x in own.values()) + sum(x.nbytes for x in kept.averages.values())
+            found = estimate(policy.model, replace(CONFIG, reference=how), 1024, False, True, False)
+            assert found.reference == pytest.approx(held, rel=2e-3)  # buffers aside
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"),
+    [
+        (140, (32768, False)),
+        (60, (32768, False)),
+        (40, (16384, False)),
+        (28, (8192, False)),
+        (15, (8192, True)),
+        (1, (1024, True)),
+    ],
+)
+def test_the_largest_that_fits(half_billion, gib, expected):
+    tokens, recompute = choose(half_billion, CONFIG, gib * GIB, reference=False, logits=False)
+    assert (tokens, recompute) == expected
+    if gib > 1:
+        used = [estimate(half_billion, CONFIG, n, recompute, False, False).total for n in (tokens, 2 * tokens)]
+        assert used[0] <= gib * GIB
+        assert tokens == 32768 or used[1] > gib * GIB
+
+
+def test_what_is_set_is_kept(half_billion):
+    def chosen(gib, **optim):
+        return choose(half_billion, replace(CONFIG, optim=OptimConfig(**optim)), gib * GIB, False, False)
+
+    assert chosen(140, micro_tokens=3000) == (3000, False)
+    assert chosen(20, micro_tokens=7000) == (7000, True)
+    assert chosen(20, micro_tokens=7000, recompute=False) == (7000, False)
+    assert chosen(140, recompute=True) == (32768, True)
+    assert chosen(20, recompute=False)[0] < 8192
+
+
+def test_on_a_cpu():
+    policy = Policy(tiny.make(), tiny.tokenizer())
+    assert make_oom_retry(policy, Config()).state() == {"tokens": 1024, "recompute": False, "released": True}
+    room = make_oom_retry(policy, Config(optim=OptimConfig(micro_tokens=7, recompute=True)), release=lambda: None)
+    assert room.state() == {"tokens": 7, "recompute": True, "released": False}
+
+
+# ---- out of memory ---------------------------------------------------------------------------------------------------
+
+
+def needs(most, seen):
+    def work(tokens):
+        seen.append(tokens)
+        if tokens > most:
+            raise torch.OutOfMemoryError("no room")
+        return tokens
+
+    return work
+
+
+@pytest.fixture(scope="module")
+def batch():
+    policy = Policy(tiny.make(), tiny.tokenizer())
+    return make_batch(tiny.groups(policy), 0, policy.device)
+
+
+def test_first_the_engine_gives_then_the_size(batch):
+    said, seen, order = [], [], []
+    room = OomRetry(64, release=lambda: order.append("release"), warn=said.append)
+    assert room.run(batch, needs(64, seen)) == 64
+    assert not order
+    assert not room.released
+    assert room.run(batch, needs(16, seen), undo=lambda: order.append("undo")) == 16
+    assert seen == [64, 64, 64, 32, 16]
+    assert order == ["undo", "release"] * 3
+    assert said == [f"out of memory: micro-batches of {n} tokens from here on" for n in (32, 16)]
+    again = OomRetry(64)
+    again.load(room.state())
+    assert again.state() == room.state() == {"tokens": 16, "recompute": False, "released": True}
+
+
+def test_a_size_that_no_batch_reaches_is_not_halved_in_vain(batch):
+    seen = []
+    OomRetry(2**20).run(batch, needs(128, seen))
+    assert len(seen) == 2
+    assert [len(list(micro_batches(batch, n))) for n in (seen[0], 2 * seen[1], seen[1])] == [1, 1, 2]
+
+
+def test_sizes_that_are_padded_are_halved_as_such(batch):
+    """Three groups of 12 rows are more, and cut earlier, where every row has its prompt and its padding."""
+    packed, padded = [], []
+    OomRetry(2**20).run(batch, needs(128, packed))
+    room = OomRetry(2**20, packs=False)
+    room.run(batch, needs(128, padded))
+    assert padded[1] > packed[1] or len(list(micro_batches(batch, packed[1], packs=False))) > 2
+    assert [len(list(micro_batches(batch, n, packs=False))) for n in (padded[0], 2 * padded[1], padded[1])] == [1, 1, 2]
+
+
+def test_the_error_holds_no_tensor(batch):
+    """What the failed attempt had is gone before the next one begins."""
+    import weakref
+
+    held = []
+
+    def work(tokens):
+        if held:
+            assert held[0]() is None
+            return tokens
+        tensor = torch.zeros(10)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("no room")
+
+    OomRetry(64).run(batch, work)
+
+
+def test_memory_is_named_by_part():
+    assert Memory(1, 2, 3, 4, 5, 6, 7).total == 28
+
+
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+
+def test_slots_take_half_of_what_training_leaves():
+    open_config = replace(CONFIG, rollout=replace(CONFIG.rollout, slots=None))
+    model = tiny.make("qwen2-grouped", dtype=torch.bfloat16)
+    at_1024 = estimate(model, replace(CONFIG, rollout=replace(CONFIG.rollout, slots=1024)), 0, True, False, False)
+    fixed, each = at_1024.total - at_1024.cache - at_1024.activations, at_1024.cache // 1024
+    for room, slots in ((10**15, 1024), (2 * 700 * each, 640), (2 * 64 * each, 64), (2 * 3 * each, 3), (0, 1), (-5, 1)):
+        assert slots_for(model, open_config, fixed + room, False) == slots
+    copy = estimate(model, CONFIG, 0, True, True, False).reference
+    assert slots_for(model, open_config, fixed + 2 * 3 * each + copy - 1, True) == 2  # it takes its part
+
+
+def test_long_responses_leave_activations_what_they_need(half_billion):
+    """Half would be room for few: the cache takes what 8192 recomputed tokens do not need, up to 64 slots."""
+    rollout = RolloutConfig(max_prompt_tokens=512, max_new_tokens=32768 - 512)
+    config, each = Config(rollout=rollout), 32768 * 24 * 2 * 2 * 64 * 2
+    needed = estimate(half_billion, config, 8192, True, False, False)
+    fixed = needed.total - needed.cache - needed.activations
+    for slots, room in {20: 20 * each, 64: 100 * each}.items():
+        assert slots_for(half_billion, config, fixed + needed.activations + room, False) == slots
+    assert slots_for(half_billion, config, fixed + 2 * 130 * each, False) == 128  # half of it is many
+    available = fixed + needed.activations + 20 * each
+    chosen = replace(config, rollout=replace(rollout, slots=20))
+    tokens, recompute = choose(half_billion, chosen, available, False, False)
+    assert recompute
+    assert estimate(half_billion, chosen, tokens, recompute, False, False).total <= available
+
+
+def test_an_evaluation_holds_no_optimiser(half_billion):
+    """Else a model that can be evaluated but not trained would be decoded one response at a time."""
+    open_config = replace(CONFIG, rollout=replace(CONFIG.rollout, slots=None))
+    weights, each = 2 * 494_032_768, 1536 * 24 * 2 * 2 * 64 * 2
+    available = weights + 2 * 64 * each
+    assert slots_for(half_billion, open_config, available, False, trained=False) == 64
+    assert slots_for(half_billion, open_config, available, False) == 1
+
+
+def test_slots_that_are_given_stay():
+    policy = Policy(tiny.make(), tiny.tokenizer())
+    assert pick_slots(policy, CONFIG, False) == 256
+    assert pick_slots(policy, replace(CONFIG, rollout=replace(CONFIG.rollout, slots=7)), False) == 7
+    assert pick_slots(policy, Config(), False) == 256

@@ -1,0 +1,121 @@
+"""Flipping a sign, dropping a weight or moving a limit anywhere in the formulas makes a test fail.
+
+Every mutant of the four modules that hold the mathematics must be killed by the tests named in mutations.ORACLES,
+except those of EQUIVALENT, which change nothing that can be observed, each with its reason.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from loss import mutations
+
+NO_GRADIENT = "no gradient is taken here: the caller is under no_grad, or only compares. It saves memory"
+NO_MASS = "a boundary that random ratios never hit, and on which either side is right"
+SIZE = "vocabulary_kl: logits_BTV.element_size() < 4"
+REMOVED = "(first_BTV - second_BTV).masked_fill(first_BTV == float('-inf')"
+
+EQUIVALENT = {
+    "objective": {
+        "Ratios.detach: self.w.detach() -> self.w": NO_GRADIENT,
+        "Ratios.detach: self.log_u.detach() -> self.log_u": NO_GRADIENT,
+        "Ratios.detach: self.logp.detach() -> self.logp": NO_GRADIENT,
+        "DIVERGENCES: r.v + torch.zeros_like(r.w) -> r.v - torch.zeros_like(r.w)": "zeros, to get w's shape",
+        "_Bound.backward: grads[0] -> grads[-1]": "one output: its first gradient is its last",
+        f"{SIZE} -> logits_BTV.element_size() <= 4": "float() of a float32 is itself",
+        f"{SIZE} -> logits_BTV.element_size() < 5": "float() of a float32 is itself",
+        f"{SIZE} -> logits_BTV.element_size() < 3": "no type has three bytes",
+        f"vocabulary_kl: {REMOVED}, 0) -> {REMOVED}, 1)": "multiplied by a probability of 0",
+        f"vocabulary_kl: {REMOVED}, 0) -> {REMOVED}, -1)": "multiplied by a probability of 0",
+    },
+    "policy_loss": {
+        "PolicyLoss._kl: self.beta > 0 -> self.beta >= 0": "β = 0 multiplies the term that is then computed",
+        "PolicyLoss._kl: self.beta > 0 -> self.beta > -1": "β = 0 multiplies the term that is then computed",
+        "PolicyLoss.__call__: view.log_w.detach() -> view.log_w": NO_GRADIENT,
+        "PolicyLoss.__call__: old_mass != 1.0 -> old_mass != 0.0": "a mass of 1 multiplies",
+        "PolicyLoss._view: x.logp.detach() -> x.logp": NO_GRADIENT,
+        "PolicyLoss._branching: x.ratios.detach() -> x.ratios": NO_GRADIENT,
+        "PolicyLoss._omega: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
+        "PolicyLoss._omega: x.ratios.detach() -> x.ratios": NO_GRADIENT,
+        "PolicyLoss._omega_kl: x.ratios.detach() -> x.ratios": NO_GRADIENT,
+        "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp": NO_GRADIENT,
+        "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp (#2)": NO_GRADIENT,
+        "PolicyLoss._differentiable: regularised.detach() -> regularised": NO_GRADIENT,
+        "_control_variate: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
+        "_control_variate: int(group.max()) + 1 -> int(group.max()) + 2": "a further group without members",
+        "_control_variate: others[1] > 1e-06 * sums[1].sum() -> others[1] >= 1e-06 * sums[1].sum()": NO_MASS,
+        "_control_variate: others[1].clamp(min=1e-30) -> others[1].clamp(min=-1.0)": "torch.where drops the quotient",
+    },
+    "clip": {
+        "Clip.outside: w <= low_p -> w < low_p": "0 in every rule that cuts, and ratios are positive",
+        "_inside: low <= 0 -> low < 0": "0 < w always: the shortcut saves a comparison",
+        "_inside: low <= 0 -> low <= -1": "0 < w always: the shortcut saves a comparison",
+        "Adaptive.fit: range(24) -> range(25)": "bisection, to 1e-7 of the range or to half of that",
+        "Adaptive.fit: range(24) -> range(23)": "bisection, to 1e-7 of the range or to twice that",
+        "Adaptive._meets: w.sum().square() >= self.target_ess * w.numel() * w.square().sum() -> "
+        "w.sum().square() > self.target_ess * w.numel() * w.square().sum()": NO_MASS,
+        "curvature_keep: probs_NV.shape[-1] -> probs_NV.shape[1]": "two axes: the second is the last",
+        "curvature_keep: probs_NV.gather(-1, index_NK) * counted_NK -> probs_NV.gather(-1, index_NK)": (
+            "what is counted twice has v = 0, hence q = 0, in every term that p enters"
+        ),
+    },
+    "mismatch": {},
+}
+
+
+@pytest.mark.parametrize("module", EQUIVALENT)
+def test_every_mutant_is_killed(module):
+    """Children are forked by a process of its own: one that has called backward cannot fork."""
+    jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
+    command = [sys.executable, mutations.__file__, module, str(jobs), json.dumps(list(EQUIVALENT[module]))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (untouched, fails), *outcomes = sorted(map(json.loads, done.stdout.splitlines()), key=lambda x: x[0] is not None)
+    assert untouched is None
+    assert fails is None, f"a test fails without any mutation: {fails}"
+    names = {mutant.name for mutant in mutations.of_module(module)}
+    assert set(EQUIVALENT[module]) <= names, "a mutant listed as equivalent no longer exists"
+    assert {name for name, _ in outcomes} == names - set(EQUIVALENT[module])
+    survivors = [name for name, killed_by in outcomes if killed_by is None]
+    assert not survivors, "\n".join(["no test fails under", *survivors])
+
+
+def test_the_mutants_of_a_small_module():
+    """The mutator itself: what it changes, and that a change is one change."""
+    tree = ast.parse(
+        "LIMIT: float = 2.0\n"
+        "def f(x: int | None = 3) -> int:\n"
+        "    return -x.sum(-1) * (x >= 1) & ~x.detach() / 2\n"
+        "def _check_level(x):\n"
+        "    return -x\n"
+    )
+    before = ast.unparse(tree)
+    names = [mutant.name for mutant in mutations.mutants(tree)]
+    assert ast.unparse(tree) == before
+    assert names == [
+        "LIMIT: LIMIT: float = 2.0 -> LIMIT: float = 3.0",
+        "LIMIT: LIMIT: float = 2.0 -> LIMIT: float = 1.0",
+        "f: default 3 -> 4",
+        "f: default 3 -> 2",
+        "f: -x.sum(-1) * (x >= 1) & ~x.detach() / 2 -> -x.sum(-1) * (x >= 1) | ~x.detach() / 2",
+        "f: -x.sum(-1) * (x >= 1) -> -x.sum(-1)",
+        "f: -x.sum(-1) * (x >= 1) -> x >= 1",
+        "f: -x.sum(-1) -> x.sum(-1)",
+        "f: x.sum(-1) -> x.sum(-2)",
+        "f: x >= 1 -> x < 1",
+        "f: x >= 1 -> x > 1",
+        "f: x >= 1 -> x >= 2",
+        "f: x >= 1 -> x >= 0",
+        "f: ~x.detach() / 2 -> ~x.detach()",
+        "f: ~x.detach() -> x.detach()",
+        "f: x.detach() -> x",
+        "f: ~x.detach() / 2 -> ~x.detach() / 3",
+        "f: ~x.detach() / 2 -> ~x.detach() / 1",
+    ]
+    mutations.mutants(tree)[7].apply()
+    assert ast.unparse(tree) == before.replace("-x.sum(-1)", "x.sum(-1)", 1)

@@ -1,0 +1,429 @@
+"""`rpg train --dry-run`: the plan against numbers counted by hand and measured ones, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rpg.console import PIPE_WIDTH
+from rpg.costs.devices import DEVICES, at_hand, named
+from rpg.models.known_shapes import KNOWN
+from rpg.models.meta import config_of, shell
+from rpg.plan.data import data_of, rows_of
+from rpg.plan.plan import plan
+from rpg.plan.table import duration, show, verdicts
+from rpg.run.config import CheckpointConfig, Config, EvalConfig, OptimConfig, PeftConfig, RolloutConfig, TaskConfig
+from rpg.tasks import Problem, Task
+from rpg.tasks.templates import WRAPPED
+from rpg.training.loop import Failed, train
+from rpg.training.setup import check_rewards, make_scorer
+
+QWEN = Config(
+    model="Qwen/Qwen3-4B",
+    algorithm="dapo",
+    rollout=RolloutConfig(prompts=64, samples=8, max_prompt_tokens=512, max_new_tokens=1024, overlong_tokens=64),
+)
+BUILTIN = 21 * 128 + 4 * (4 * 128 * 128 + 3 * 128 * 448 + 2 * 128) + 128  # words, layers, the last norm
+PARAMETERS = {
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_known_model_has_its_published_parameters(name):
+    found = shell(name, torch.bfloat16, {})
+    assert found.parameters == found.trained == PARAMETERS[name]
+    assert {p.device.type for p in found.model.parameters()} == {"meta"}
+
+
+def test_every_known_model_is_a_config():
+    for name in KNOWN:
+        config, where = config_of(name, {})
+        assert config.vocab_size in (151936, 152064)
+        assert config.rope_parameters["rope_theta"] == 1e6
+        assert where == "shapes that rpg knows"
+
+
+def test_models_from_folders(tmp_path):
+    assert shell("builtin", torch.float32, {}).parameters == BUILTIN
+    config_of("builtin", {})[0].save_pretrained(tmp_path / "mine")
+    assert shell(str(tmp_path / "mine"), torch.float32, {}).parameters == BUILTIN
+    for name, text in {"./none": "no config.json", "mine.gguf": "is not here", "some/model": "some/model"}.items():
+        with pytest.raises(ValueError, match=text) as error:
+            shell(name, torch.float32, {})
+        assert "\n" not in str(error.value)
+
+
+def test_a_folder_with_an_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "builtin", "peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]})
+    )
+    found = shell(str(tmp_path), torch.float32, {})
+    assert (found.parameters, found.trained) == (BUILTIN, 4 * 4 * (128 + 128))  # layers × rank × (in + out)
+
+
+def test_a_gguf_file_is_planned_from_its_header(tmp_path):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_vocab_size(40)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config, where = config_of(str(tmp_path / "m.gguf"), {})
+    assert where == "the file's header"
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (64, 2, 96)
+    assert shell(str(tmp_path / "m.gguf"), torch.float32, {}).parameters > 2 * (2 * 64 * 64 + 3 * 64 * 96)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_counted_by_hand():
+    found, n = plan(QWEN, "h200"), PARAMETERS["Qwen/Qwen3-4B"]
+    assert found.dtype == "bfloat16"
+    assert found.memory.weights == 2 * n
+    assert found.memory.masters + found.memory.moments + found.memory.gradients == (4 + 8 + 6) * n
+    assert found.memory.reference == 0
+    assert found.memory.cache == found.slots * 1536 * 36 * 2 * 8 * 128 * 2
+    assert found.fits
+    assert found.memory.total <= found.available == int(0.9 * 141e9)
+    assert (found.slots % 64, found.recompute) == (0, True)
+
+
+def test_a_reference_is_held_where_the_algorithm_wants_one():
+    held = plan(replace(QWEN, algorithm="grpo"), "h200")
+    assert held.rule == "frozen"
+    assert held.memory.reference == held.memory.weights
+    assert held.middle.seconds.logp > 0
+    assert plan(QWEN, "h200").middle.seconds.logp == 0
+
+
+def test_an_adapter_holds_next_to_nothing():
+    """Rank 16 on all seven matrices of 28 layers, in bfloat16 with float32 masters; the reference is the base."""
+    config = replace(QWEN, algorithm="grpo", model="Qwen/Qwen2.5-7B-Instruct", peft=PeftConfig("lora"))
+    found = plan(config, "h200")
+    widths = 3584 + 3584 + 2 * (3584 + 512) + 3584 + 3584 + 2 * (3584 + 18944) + 18944 + 3584
+    trained = 28 * 16 * widths
+    assert (found.parameters, found.trained) == (7_615_616_512, trained)
+    assert found.memory.weights == 2 * (7_615_616_512 + trained)
+    assert found.memory.masters + found.memory.moments + found.memory.gradients == 18 * trained
+    assert found.memory.reference == 0
+    assert found.fits
+    assert not plan(replace(config, peft=PeftConfig()), "h200").fits
+    assert found.disk.checkpoint == (2 + 12) * trained  # the adapter, its masters and moments
+    renewed = plan(replace(config, reference=replace(config.reference, update="every")), "h200")
+    assert renewed.memory.reference == 2 * trained
+
+
+def test_what_does_not_fit_says_what_to_change(monkeypatch):
+    seven = replace(QWEN, model="Qwen/Qwen2.5-7B-Instruct")
+    texts = {
+        ("dapo", "h200"): "--peft.method lora trains an adapter; or several GPUs",
+        ("grpo", "h100"): "--peft.method lora trains an adapter",
+    }
+    for (algorithm, device), text in texts.items():
+        ok, line = next(verdicts(plan(replace(seven, algorithm=algorithm), device)))
+        assert not ok
+        assert "does not fit" in line
+        assert text in line
+    four = replace(QWEN, algorithm="grpo")
+    ok, line = next(verdicts(plan(four, "h100")))
+    assert (ok, "lora" in line) == (False, True)
+    half = replace(QWEN, algorithm="grpo", model="Qwen/Qwen2.5-1.5B", rollout=replace(QWEN.rollout, slots=8))
+    big = replace(DEVICES["h100"], memory=int(32.5e9 / 0.9))
+    monkeypatch.setitem(DEVICES, "test", big)
+    found = plan(half, "test")
+    assert not found.fits
+    assert "--reference.update old" in next(verdicts(found))[1]
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_step_that_was_measured():
+    """docs/speed-table.md, the whole RL step: 2.396 s, of which 0.802 s sampling; all responses of the same length."""
+    config = Config(
+        model="Qwen/Qwen2.5-0.5B",
+        algorithm="dapo",
+        rollout=RolloutConfig(
+            prompts=64, samples=8, max_prompt_tokens=178, max_new_tokens=320, slots=512, dynamic=False, overlong=False
+        ),
+        optim=OptimConfig(minibatches=1),
+    )
+    found = plan(config, "h200", shares=(1.0, 1.0, 1.0), prompt_tokens=178)
+    assert 2.396 / 1.5 < found.middle.seconds.step < 2.396 * 1.5
+    assert 0.802 / 1.5 < found.middle.seconds.rollout < 0.802 * 1.5
+    assert 1.487 / 1.5 < found.middle.seconds.train < 1.487 * 1.5
+    assert (found.micro_tokens, found.recompute) == (32768, False)
+
+
+def test_assumptions_move_the_time():
+    found = plan(QWEN, "h200")
+    assert [case.length for case in (found.low, found.middle, found.high)] == [256, 512, 1024]
+    assert [case.sampled for case in (found.low, found.middle, found.high)] == [1.25, 2.5, 4.0]
+    assert found.low.run < found.middle.run < found.high.run
+    plain = plan(replace(QWEN, rollout=replace(QWEN.rollout, dynamic=False)), "h200")
+    assert plain.middle.sampled == 1
+    assert plain.middle.seconds.rollout < found.middle.seconds.rollout / 1.5
+    assert plain.middle.seconds.train == found.middle.seconds.train
+    assert found.evaluations == 6  # at 0, 10, …, 50
+    assert found.middle.run == pytest.approx(50 * found.middle.seconds.step + 6 * found.middle.seconds.evaluation)
+    short = plan(replace(QWEN, minutes=1.0, eval=EvalConfig(every=0)), "h200")
+    spent = short.middle.run - 2 * short.middle.seconds.evaluation
+    assert 60 <= spent < 60 + short.middle.seconds.step  # the step that is under way is finished
+
+
+def test_a_slower_device_takes_longer():
+    h200, h100, a100 = (plan(QWEN, name).middle.seconds.train for name in ("h200", "h100", "a100"))
+    assert h200 <= h100 < a100
+
+
+# ---- problems, disk, device ------------------------------------------------------------------------------------------
+
+
+def test_problems(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1"}\n' * 30 + "\n")
+    found = data_of(Config(task=TaskConfig(name="a.jsonl")))
+    assert (found.rows, found.tests, found.evaluated) == (27, {"a.jsonl": 3}, 3)
+    found = data_of(Config(task=TaskConfig(name="gsm8k", test="aime24, amc23,a.jsonl"), eval=EvalConfig(problems=35)))
+    assert (found.rows, found.tests) == (7473, {"aime24": 30, "amc23": 40, "a.jsonl": 30})
+    assert found.evaluated == 30 + 35 + 30
+    assert data_of(Config()).rows is None
+    assert 5 < data_of(Config()).prompt < 40
+    assert data_of(Config(task=TaskConfig(name="gsm8k"))).tests == {"gsm8k": 1319}
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), tmp_path / "a.parquet")
+    assert rows_of("a.parquet") == 2
+    for name, text in {"none.jsonl": "no such file: none.jsonl", "gsmk8": "Did you mean 'gsm8k'"}.items():
+        with pytest.raises(ValueError, match=text):
+            rows_of(name)
+
+
+def test_disk(tmp_path):
+    config = replace(Config(output="runs/new"), checkpoint=CheckpointConfig(keep=3, best=False))
+    found = plan(config, "cpu").disk
+    assert found.checkpoint == (4 + 8) * BUILTIN
+    assert (found.kept, found.holds_run) == (4, False)
+    assert found.free > 0
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs" / "new").mkdir(parents=True)
+    (tmp_path / "runs" / "new" / "metrics.jsonl").write_text("{}\n")
+    made = plan(config, "cpu")
+    assert made.disk.holds_run
+    assert (False, "runs/new holds a run already: give --resume to go on with it, or another --output") in verdicts(
+        made
+    )
+    full = replace(made, disk=replace(made.disk, free=10**6))
+    assert any(not ok and "lower checkpoint.keep" in line for ok, line in verdicts(full))
+
+
+def test_devices():
+    found = at_hand(torch.device("cpu"))
+    assert found.cpu
+    assert found.memory > 2**30
+    assert found.flops > 1e8
+    assert found.bandwidth > 1e8
+    assert all(device.memory and device.source for device in DEVICES.values())
+    assert DEVICES["h100"].flops == pytest.approx(DEVICES["h200"].flops)  # the same chip
+    with pytest.raises(ValueError, match="Did you mean 'h200'"):
+        named("h20")
+
+
+# ---- rewards and prompts ---------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "unknown template 'boxd'. Did you mean 'boxed'?": {"template": "boxd"},
+    "cannot read none.txt": {"template": "@none.txt"},
+    "empty.txt must have {prompt} in it": {"template": "@empty.txt"},
+    "unknown reward in task.rewards: 'corect'. Did you mean 'correct'?": {"rewards": {"corect": 1.0}},
+    "the weight of correct must be a finite number; got nan": {"rewards": {"correct": float("nan")}},
+    "the weight of format must be a finite number; got 'nan'": {"rewards": {"correct": 1.0, "format": "nan"}},
+    "all weights are 0": {"rewards": {"correct": 0.0}},
+    "task.reward is the only reward": {"reward": "mine.py:score", "rewards": {"correct": 1.0}},
+    "no such file: none.py": {"reward": "none.py:score"},
+    "'mine.py' names no function": {"reward": "mine.py"},
+    "mine.py has no function 'scor'; did you mean 'score'?": {"rewards": {"correct": 1.0, "mine.py:scor": 0.5}},
+    "is no function but int": {"reward": "mine.py:NUMBER"},
+    "broken.py: KeyError: 'x' (line 2)": {"reward": "broken.py:score"},
+    "bye (line 2)": {"rewards": {"leaves.py:score": 1.0}},
+    "No module named 'no_such_module'": {"reward": "no_such_module:score"},
+}
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(response, answer, prompt):\n    return 1.0\nNUMBER = 3\n")
+    (tmp_path / "broken.py").write_text("x = {}\nx['x']\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit('bye')\n")
+    (tmp_path / "empty.txt").write_text("Solve it.")
+    (tmp_path / "prompt.txt").write_text("Solve {prompt}")
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_what_a_run_would_refuse_of_rewards_and_templates(text, rewards, tmp_path):
+    config = Config(task=TaskConfig(**MISTAKES[text]), output=str(tmp_path / "run"))
+    lines = []
+    for refused in (lambda: plan(config, "cpu"), lambda: train(config)):
+        with pytest.raises((ValueError, Failed)) as error:
+            refused()
+        lines.append(str(error.value))
+    assert text in lines[0]
+    assert lines[0] == lines[1]
+    assert "\n" not in lines[0]
+
+
+def test_rewards_and_templates_that_a_run_takes(rewards):
+    for task in (
+        TaskConfig(template="@prompt.txt", rewards={"correct": 1.0, "format": 0.0, "mine.py:score": -0.5}),
+        TaskConfig(template="Solve {prompt}", reward="mine.py:score"),
+        TaskConfig(template="think", rewards={"mine:score": 1}),
+    ):
+        assert plan(Config(task=task), "cpu").fits
+    start = time.perf_counter()
+    check_rewards(Config(task=TaskConfig(rewards={"correct": 1.0, "mine.py:score": 0.5})))
+    assert time.perf_counter() - start < 5  # one small process
+
+
+def test_a_template_that_no_problem_takes_is_refused_all_the_same():
+    problems = [Problem("1+1", "2", template=WRAPPED)]
+    config = Config(task=TaskConfig(template="boxd"))
+    with pytest.raises(ValueError, match="unknown template 'boxd'"):
+        make_scorer(config, Task("t", problems, problems, lambda *_: 1.0, trusted=True))
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_text(capsys):
+    show(plan(replace(QWEN, algorithm="rpg-reinforce-urkl"), "h200"))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= PIPE_WIDTH
+    assert "\x1b" not in out
+    for text in (
+        *("a plan, nothing is loaded or written", "anchored to the sampling policy, so no second model is held"),
+        *("dynamic sampling: groups of equal rewards are replaced", "overlong penalty in the last 64 tokens"),
+        *("4.02 B parameters, all trained; bfloat16", "64 prompts × 8 responses of up to 1,024 tokens"),
+        *("weights", "masters", "moments", "gradients", "reference", "cache", "activations", "together", "8.0"),
+        *("recomputed in the backward pass", "An estimate", "rollout", "log-probabilities", "the run", "✓ fits"),
+        *("prompts sampled for one kept", "NVIDIA's H200 data sheet", "config.yaml, metrics.jsonl"),
+    ):
+        assert text in " ".join(out.split()), text
+
+
+def test_the_text_of_others(capsys):
+    config = replace(QWEN, algorithm="grpo", model="Qwen/Qwen2.5-7B-Instruct", peft=PeftConfig("lora"))
+    show(plan(config, "h200"))
+    show(plan(replace(config, peft=PeftConfig()), "h200"))
+    show(plan(replace(QWEN, algorithm="reinforce"), "h200"))
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        *(
+            "40.4 M trained (lora)",
+            "the model with its adapter off, no copy",
+            "of which a copy is held",
+            "✗ does not fit",
+        ),
+        *("no KL term, so no reference", "no dynamic sampling; no overlong penalty", "! reinforce has no importance"),
+        "as if it fitted, with 64 responses at a time",
+    ):
+        assert text in out, text
+
+
+def test_durations():
+    texts = {0: "0 s", 0.012: "12 ms", 3.21: "3.2 s", 90: "90 s", 840: "14 min", 14_800: "4.1 h", 1e6: "12 days"}
+    for seconds, text in texts.items():
+        assert duration(seconds) == text
+
+
+def test_minutes_end_a_planned_run() -> None:
+    config = replace(Config(), model="Qwen/Qwen2.5-0.5B", steps=100_000, minutes=5.0)
+    found = plan(config, "h200")
+    assert found.middle.steps < 100_000
+    assert found.middle.steps * found.middle.seconds.step == pytest.approx(300, rel=0.05)
+    assert found.middle.run - found.evaluations * found.middle.seconds.evaluation == pytest.approx(300, rel=0.05)
+    assert found.evaluations == 2 + (found.middle.steps - 1) // 10
+
+
+def test_what_is_planned_is_what_would_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text('{"prompt": "p", "answer": "1"}\n' * 40)
+    task = replace(QWEN.task, name="a/train.jsonl + 2*b/train.jsonl")
+    found = plan(replace(QWEN, task=task), "h200").data
+    assert (found.rows, found.tests) == (72, {"a/train.jsonl": 4, "b/train.jsonl": 4})
+    math = plan(replace(QWEN, task=replace(QWEN.task, name="math")), "h200").data
+    assert list(math.tests) == ["math-500"]
+    two = plan(replace(QWEN, task=replace(QWEN.task, name="gsm8k", test="aime24, aime25,")), "h200").data
+    assert two.tests == {"aime24": 30, "aime25": 30}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("0.5*gsm9k + math", "Did you mean 'gsm8k'"),
+        ("-1*gsm8k", "must be positive"),
+        ("gym:nonsense", "gym:nonsense: unknown generator"),
+        ("nofile.py:make", "no such file: nofile.py"),
+        ("aime24", "task 'aime24' has no problems to train on"),
+    ],
+)
+def test_a_task_that_cannot_be_had_is_refused(name, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        plan(replace(QWEN, task=replace(QWEN.task, name=name)), "h200")
+
+
+def test_vllm_takes_its_share_and_log_probabilities_are_computed_anew():
+    native = plan(QWEN, "h200")
+    config = replace(QWEN, rollout=replace(QWEN.rollout, engine="vllm"))
+    found = plan(config, "h200")
+    assert found.memory.cache == pytest.approx(0.4 * found.device.memory, rel=0.01)
+    assert found.middle.seconds.logp > native.middle.seconds.logp
+    half = plan(replace(config, rollout=replace(config.rollout, vllm={"gpu_memory_utilization": 0.5})), "h200")
+    assert half.memory.cache == pytest.approx(0.5 * half.device.memory, rel=0.01)
+    wrong = replace(config, rollout=replace(config.rollout, vllm={"gpu_memory_utilization": "abc"}))
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.gpu_memory_utilization must be between 0 and 1"):
+        plan(wrong, "h200")
+
+
+def test_a_model_without_attention_is_one_line(tmp_path):
+    import transformers
+
+    transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no attention heads"):
+        plan(replace(QWEN, model=str(tmp_path)), "h200")
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^output: cannot write into"):
+        plan(replace(QWEN, output=str(tmp_path / "file")), "h200")

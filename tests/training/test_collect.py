@@ -1,0 +1,137 @@
+"""Groups that are worth training on, and steps that came out short of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rpg
+import tiny
+from rpg.models.policy import Policy
+from rpg.rollout import Rollout
+from rpg.run.config import Config, OptimConfig, RolloutConfig
+from rpg.tasks import Problem
+from rpg.training.batch import make_batch, with_advantages
+from rpg.training.collect import Experience, Group, Response
+from rpg.training.optim import make_optimizer
+from rpg.training.setup import warnings_about
+from rpg.training.update import Updater, prepared
+
+
+def group(scores, penalties=None, solved=None, parts=None, source=""):
+    penalties, solved = penalties or [0.0] * len(scores), solved or [score > 0.5 for score in scores]
+    responses = [
+        Response(Rollout([5, 6], [-1.0, -2.0], True), "text", score, penalties[i], solved[i], parts[i] if parts else {})
+        for i, score in enumerate(scores)
+    ]
+    return Group(Problem("1+1", "2", source=source), [3], responses)
+
+
+def test_a_penalty_on_length_alone_is_no_signal():
+    assert group([0.0, 1.0]).informative
+    assert not group([0.0, 0.0], [0.0, -0.5]).informative
+    assert not group([1.0, 1.0], [0.0, -0.5]).informative
+    assert group([0.2, 0.4]).informative
+
+
+def test_metrics_and_samples_of_a_step():
+    kept, dropped = group([0.0, 1.0], [0.0, -0.25]), group([1.0, 1.0])
+    found = Experience([kept], [kept, dropped], 1, {"raised": 1, "timed_out": 0, "not_finite": 2}, [], {})
+    metrics = found.metrics()
+    assert metrics["reward/mean"] == pytest.approx(2.75 / 4)
+    assert metrics["reward/solved"] == 0.75
+    assert metrics["reward/overlong"] == -0.0625
+    assert metrics["reward/failed"] == 3
+    assert (metrics["groups/kept"], metrics["groups/sampled"], metrics["groups/all_solved"]) == (1, 2, 0.5)
+    assert metrics["tokens"] == 8
+    rows = found.samples(1, [-0.5, 0.5])
+    assert [(row["reward"], row["advantage"], row["group"]) for row in rows] == [(0.0, -0.5, 0), (0.75, 0.5, 0)]
+    assert found.samples(0, None) == []
+
+
+def test_solved_is_not_read_off_the_reward():
+    bonus = group([0.7, 1.5], solved=[False, True])
+    assert bonus.share_solved() == 0.5
+    found = Experience([bonus], [bonus], 1, {}, [], {})
+    assert found.metrics()["reward/solved"] == 0.5
+    assert [row["solved"] for row in found.samples(1, None)] == [False, True]
+    assert not any(key.startswith(("reward/part", "reward/solved/")) for key in found.metrics())
+
+
+def test_metrics_of_parts_and_of_sources():
+    one = group([0.5, 1.5], parts=[{"correct": 0.0, "format": 1.0}, {"correct": 1.0, "format": 1.0}], source="gsm8k")
+    two = group([0.0, 0.5], parts=[{"correct": 0.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}], source="math")
+    two = replace(two, responses=[replace(r, solved=False) for r in two.responses])
+    one = replace(one, responses=[replace(r, solved=r.parts["correct"] > 0) for r in one.responses])
+    metrics = Experience([one], [one, two], 1, {}, [], {}).metrics()
+    assert (metrics["reward/part/correct"], metrics["reward/part/format"]) == (0.25, 0.75)
+    assert (metrics["reward/solved/gsm8k"], metrics["reward/solved/math"]) == (0.5, 0.0)
+    assert metrics["reward/solved"] == 0.25
+    alone = Experience([one], [one, one], 1, {}, [], {}).metrics()
+    assert not any(key.startswith("reward/solved/") for key in alone)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(tiny.make("llama"), tiny.tokenizer())
+
+
+def updater(policy, algorithm, folder, prompts=3, **optim):
+    config = Config(rollout=RolloutConfig(prompts=prompts, samples=4), optim=OptimConfig(**optim))
+    return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), folder)
+
+
+def data(policy, algorithm, **how):
+    batch = prepared(make_batch(tiny.groups(policy, **how), 0, policy.device), None, None, needs_ref=True)
+    return with_advantages(batch, algorithm.advantage, [0.0] * 3)
+
+
+@pytest.mark.parametrize(("prompts", "steps"), [(3, 4), (6, 2), (12, 1), (96, 1)])
+def test_a_short_batch_is_not_stretched_over_all_optimiser_steps(prompts, steps, policy, tmp_path, monkeypatch):
+    algorithm = rpg.algorithm("reinforce")
+    run = updater(policy, algorithm, tmp_path, prompts, minibatches=4, lr=0.0)
+    taken = []
+    monkeypatch.setattr(run.optimizer, "step", lambda: taken.append(1))
+    run.update(data(policy, algorithm), 1)
+    assert len(taken) == steps  # of 12 responses
+
+
+@pytest.mark.parametrize("name", ["topr", "gspo", "rpg-reinforce-urkl", "grpo"])
+def test_metrics_do_not_depend_on_the_micro_batches(name, policy, tmp_path):
+    algorithm, found = rpg.algorithm(name), []
+    for tokens in (10**6, 30, 1):
+        run = updater(policy, algorithm, tmp_path, minibatches=1, lr=0.0, micro_tokens=tokens)
+        found.append(run.update(data(policy, algorithm), 1))
+    assert found[0]["ess"] < 0.999
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+def test_a_control_variate_sees_the_whole_optimiser_step(policy, tmp_path):
+    algorithm = rpg.algorithm("rpg-reinforce-urkl", control_variate=True)
+    gradients = []
+    for tokens in (10**6, 20):
+        run = updater(policy, algorithm, tmp_path, minibatches=1, micro_tokens=tokens)
+        run._gradients(data(policy, algorithm), _Nothing(), first=False)
+        gradients.append(torch.cat([p.grad.flatten() for _, p in policy.parameters()]))
+        policy.model.zero_grad(set_to_none=True)
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
+
+
+class _Nothing:
+    def add(self, metrics):
+        pass
+
+
+def test_what_is_allowed_but_seldom_meant_is_said():
+    config = Config()
+    assert list(warnings_about(rpg.algorithm("rpg-reinforce-urkl"), config)) == []
+    assert "importance weights" in next(warnings_about(rpg.algorithm("remax"), config))
+    once = replace(config, optim=replace(config.optim, minibatches=1))
+    assert list(warnings_about(rpg.algorithm("remax"), once)) == []
+    cut = replace(config, rollout=replace(config.rollout, top_p=0.9))
+    assert "start below 1" in next(warnings_about(rpg.algorithm("dapo"), cut))
+    frozen = replace(config, reference=replace(config.reference, update="frozen"))
+    assert "no KL term" in next(warnings_about(rpg.algorithm("dapo"), frozen))
+    assert list(warnings_about(rpg.algorithm("grpo"), frozen)) == []
+    assert list(warnings_about(rpg.algorithm("dapo"), replace(config, dtype="bfloat16"))) == []

@@ -1,0 +1,324 @@
+"""The KL's anchor: which rule, when it is renewed, what it holds."""
+
+import copy
+
+import pytest
+import torch
+
+import rpg
+import tiny
+from rpg.models import adapters
+from rpg.models.policy import Policy
+from rpg.run.config import Config, OptimConfig, PeftConfig, ReferenceConfig
+from rpg.training.batch import make_batch, with_advantages
+from rpg.training.optim import make_optimizer
+from rpg.training.reference import Reference, batch_logp, rule_of
+from rpg.training.update import Updater, prepared
+
+WITHOUT_KL = {
+    "reinforce", "ppo", "dr-grpo", "dapo", "rloo", "remax", "gpg", "gspo", "cispo", "atr-grpo", "capo", "topr", "sapo",
+}  # fmt: skip
+ANCHORED_AT_THE_START = {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
+
+
+def make_policy(dtype=torch.float32):
+    return Policy(tiny.make("llama-tied", dtype=dtype), tiny.tokenizer())
+
+
+def weights(policy):
+    return {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+
+
+def move(policy, seed):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=g))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", rpg.algorithms())
+def test_auto_is_as_published(name):
+    rule = rule_of(rpg.algorithm(name), ReferenceConfig())
+    assert rule == ("frozen" if name in ANCHORED_AT_THE_START else "old")
+
+
+@pytest.mark.parametrize("update", ["old", "every", "kl", "ema", "frozen"])
+@pytest.mark.parametrize("name", rpg.algorithms())
+def test_a_rule_that_is_asked_for_holds_where_there_is_a_kl_term(name, update):
+    rule = rule_of(rpg.algorithm(name), ReferenceConfig(update=update))
+    assert rule == ("old" if name in WITHOUT_KL else update)
+
+
+def test_a_kl_term_of_strength_zero_needs_no_anchor():
+    for name in ("grpo", "rpg-urkl", "reinforce++"):
+        assert rule_of(rpg.algorithm(name, beta=0.0), ReferenceConfig(update="frozen")) == "old"
+
+
+def test_old_holds_no_second_model():
+    policy = make_policy()
+    reference = Reference(policy, "old", ReferenceConfig())
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    assert reference.policy is None
+    assert reference.logp(batch, 100) is None
+    assert reference.tensors() == {}
+    assert reference.after_step(10, policy, 5.0) is False
+
+
+@pytest.mark.parametrize("rule", ["every", "kl", "ema", "frozen"])
+def test_the_copy_is_a_copy_without_gradients(rule):
+    policy = make_policy()
+    reference, start = Reference(policy, rule, ReferenceConfig()), weights(policy)
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    before = batch_logp(policy, batch, 100)
+    move(policy, 1)
+    assert same(weights(reference.policy), start)
+    assert torch.equal(reference.logp(batch, 100), before)
+    assert not torch.allclose(batch_logp(policy, batch, 100), before, atol=0.1)
+    assert not any(p.requires_grad for p in reference.policy.model.parameters())
+    assert all(p.requires_grad for p in policy.model.parameters())
+    assert reference.policy.temperature == policy.temperature
+
+
+# ---- renewals --------------------------------------------------------------------------------------------------------
+
+
+def test_frozen_stays():
+    policy = make_policy()
+    reference, start = Reference(policy, "frozen", ReferenceConfig(every=1, kl=1e-9)), weights(policy)
+    for step in range(1, 5):
+        move(policy, step)
+        assert reference.after_step(step, policy, 10.0) is False
+    assert same(weights(reference.policy), start)
+
+
+def test_every_third_step():
+    policy = make_policy()
+    reference, held = Reference(policy, "every", ReferenceConfig(every=3)), weights(policy)
+    for step in range(1, 8):
+        move(policy, step)
+        renewed = reference.after_step(step, policy, None)
+        assert renewed == (step in (3, 6))
+        held = weights(policy) if renewed else held
+        assert same(weights(reference.policy), held)
+    assert reference.renewals == 2
+
+
+def test_when_the_moving_average_of_the_kl_passes_the_target():
+    policy = make_policy()
+    config = ReferenceConfig(kl=0.05, smoothing=0.5)
+    reference, held, average = Reference(policy, "kl", config), weights(policy), 0.0
+    renewed_at = []
+    for step, kl in enumerate([0.02, 0.06, 0.08, 0.02, 0.2, 0.01, None, 0.09, 0.08], start=1):
+        move(policy, step)
+        if kl is not None:  # a step that learnt nothing says nothing
+            average = 0.5 * average + 0.5 * kl
+        renewed = reference.after_step(step, policy, kl)
+        assert renewed == (average > 0.05)
+        if renewed:
+            renewed_at.append(step)
+            held, average = weights(policy), 0.0
+        assert reference.average_kl == pytest.approx(average)
+        assert same(weights(reference.policy), held)
+    assert renewed_at == [3, 5, 9]
+
+
+def test_the_moving_average_of_the_weights():
+    """Of tied weights too, once and not twice."""
+    policy = make_policy()
+    reference = Reference(policy, "ema", ReferenceConfig(decay=0.9))
+    expected = weights(policy)
+    for step in range(1, 4):
+        move(policy, step)
+        assert reference.after_step(step, policy, None) is True
+        now = weights(policy)
+        expected = {name: 0.9 * expected[name] + 0.1 * now[name] for name in now}
+    found = weights(reference.policy)
+    for name in expected:
+        assert torch.allclose(found[name], expected[name], atol=1e-6), name
+    model = reference.policy.model
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["every", "kl", "ema", "frozen"])
+def test_state_comes_back(rule):
+    policy = make_policy()
+    config = ReferenceConfig(every=2, kl=0.03, smoothing=0.5)
+    whole = Reference(policy, rule, config)
+    for step in (1, 2, 3):
+        move(policy, step)
+        whole.after_step(step, policy, 0.04)
+    state, tensors = copy.deepcopy((whole.state(), whole.tensors()))
+    again = Reference(policy, rule, config)
+    again.load(state, tensors)
+    for step in (4, 5, 6):
+        move(policy, step)
+        assert again.after_step(step, policy, 0.04) == whole.after_step(step, policy, 0.04)
+    assert same(weights(again.policy), weights(whole.policy))
+    assert again.state() == whole.state()
+
+
+# ---- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["old", "frozen"])
+@pytest.mark.parametrize("name", sorted(set(rpg.algorithms()) - WITHOUT_KL))
+def test_presets_with_a_kl_term_train_with_either_reference(name, update, tmp_path):
+    policy, algorithm = make_policy(), rpg.algorithm(name)
+    config = Config(reference=ReferenceConfig(update=update), optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"))
+    reference = Reference(policy, rule_of(algorithm, config.reference), config.reference)
+    batch = make_batch(tiny.groups(policy, noise=0.0), 0, policy.device)
+    needs = "ref_logp" in algorithm.loss.needs or algorithm.advantage.beta > 0
+    batch = prepared(batch, None, reference.logp(batch, 100), needs)
+    assert (batch.ref_logp_BT is None) == (update == "old" and not needs)
+    if batch.ref_logp_BT is not None:  # nothing has moved yet
+        assert torch.allclose(batch.ref_logp_BT, batch.old_logp_BT, atol=1e-4)
+    batch = with_advantages(batch, algorithm.advantage, None)
+    before = weights(policy)
+    metrics = Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), tmp_path).update(
+        batch, 1
+    )
+    assert metrics["skipped"] == 0
+    assert metrics["lr"] == 1e-2
+    assert not same(weights(policy), before)
+
+
+def test_a_moving_average_of_half_precision_moves():
+    """A fiftieth of a change of five per cent is below what bfloat16 can tell."""
+    policy = make_policy(torch.bfloat16)
+    reference, start = Reference(policy, "ema", ReferenceConfig(decay=0.98)), weights(policy)
+    assert {x.dtype for x in reference.averages.values()} == {torch.float32}
+    assert reference.averages.keys() >= start.keys()
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.mul_(1.05)
+    for step in range(1, 41):
+        reference.after_step(step, policy, None)
+    found, now, past = weights(reference.policy), weights(policy), 0.98**40
+    for name, value in found.items():
+        expected = past * start[name].float() + (1 - past) * now[name].float()
+        assert torch.allclose(value.float(), expected, rtol=2**-8, atol=0)
+        assert torch.allclose(reference.averages[name], expected, rtol=1e-5, atol=1e-7)
+    other = Reference(make_policy(torch.bfloat16), "ema", ReferenceConfig(decay=0.98))
+    other.load(reference.state(), {name: x.clone() for name, x in reference.tensors().items()})
+    for one in (reference, other):
+        one.after_step(41, policy, None)
+    assert same(reference.averages, other.averages)
+    assert same(weights(reference.policy), weights(other.policy))
+    assert not Reference(policy, "every", ReferenceConfig()).averages
+    assert not Reference(make_policy(), "ema", ReferenceConfig()).averages
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+RULES = ["every", "kl", "ema", "frozen"]
+
+
+def make_adapted(tmp_path, dtype=torch.float32, options=None):
+    if not (tmp_path / "base").exists():
+        make_policy().save(tmp_path / "base")
+    return Policy.load(str(tmp_path / "base"), dtype=dtype, peft=PeftConfig("lora", {"r": 4, **(options or {})}))
+
+
+def move_adapter(policy, seed):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, p in policy.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=g))
+
+
+def numbers(reference):
+    return sum(x.numel() for x in reference.tensors().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_is_the_model_without_its_adapter_to_the_bit(dtype, tmp_path):
+    policy = make_adapted(tmp_path, dtype)
+    base = Policy.load(str(tmp_path / "base"), dtype=dtype)
+    batch = make_batch(tiny.groups(base), 0, torch.device("cpu"))
+    reference, expected = Reference(policy, "frozen", ReferenceConfig()), batch_logp(base, batch, 100)
+    for step in range(3):
+        assert torch.equal(reference.logp(batch, 100), expected)
+        before = weights(policy)
+        assert torch.equal(reference.logp(batch, 100), expected)
+        assert same(before, weights(policy))
+        move_adapter(policy, step)
+        assert not torch.allclose(batch_logp(policy, batch, 100), expected, atol=0.1)
+        assert reference.after_step(step, policy, 1.0) is False
+    assert reference.policy is policy
+    assert reference.tensors() == {}
+    assert reference.state()["held"] is False
+    assert all(("lora_" in name) == p.requires_grad for name, p in policy.model.named_parameters())
+
+
+@pytest.mark.parametrize("rule", ["every", "kl", "ema"])
+def test_of_an_adapter_only_its_weights_are_held(rule, tmp_path):
+    policy, config = make_adapted(tmp_path), ReferenceConfig(every=2, kl=0.03, smoothing=0.5, decay=0.7)
+    whole, batch = copy.deepcopy(policy), make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    whole.adapted = False  # the same, by a copy of all
+    del vars(whole.model)[adapters.WRAPPER]
+    for p in whole.model.parameters():
+        p.requires_grad_(True)
+    references = Reference(policy, rule, config), Reference(whole, rule, config)
+    trained = sum(p.numel() for _, p in policy.parameters())
+    for step in range(1, 5):
+        move_adapter(policy, step)
+        with torch.no_grad():
+            for (_, p), (_, q) in zip(whole.model.named_parameters(), policy.model.named_parameters(), strict=True):
+                p.copy_(q)
+        assert references[0].after_step(step, policy, 0.04) == references[1].after_step(step, whole, 0.04)
+        found, expected = (reference.logp(batch, 100) for reference in references)
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert not torch.allclose(found, batch_logp(policy, batch, 100), atol=1e-3) or rule != "ema"
+    assert numbers(references[0]) == trained < numbers(references[1]) / 4
+    assert references[0].policy.model is policy.model
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_of_an_adapters_reference_comes_back(rule, tmp_path):
+    """The resumed process loads an adapter that is no longer nothing: what is off in it is the state's to say."""
+    policy = make_adapted(tmp_path, torch.bfloat16)
+    config = ReferenceConfig(every=2, kl=0.03, smoothing=0.5)
+    first = Reference(policy, rule, config)
+    for step in (1, 2, 3):
+        move_adapter(policy, step)
+        first.after_step(step, policy, 0.04)
+    policy.save(tmp_path / "adapter")
+    state, tensors = copy.deepcopy((first.state(), first.tensors()))
+    resumed = Policy.load(str(tmp_path / "adapter"), dtype=torch.bfloat16, peft=PeftConfig("lora", {"r": 4}))
+    again = Reference(resumed, rule, config)
+    again.load(state, tensors)
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    for step in (4, 5, 6):
+        assert torch.equal(again.logp(batch, 100), first.logp(batch, 100))
+        for one in (policy, resumed):
+            move_adapter(one, step)
+        assert again.after_step(step, resumed, 0.04) == first.after_step(step, policy, 0.04)
+    assert same(again.tensors(), first.tensors())
+    assert again.state() == first.state()
+
+
+def test_frozen_is_where_the_run_began(tmp_path):
+    """A run that goes on with an adapter is anchored at that adapter, not at the model below."""
+    policy = make_adapted(tmp_path)
+    move_adapter(policy, 1)
+    policy.save(tmp_path / "adapter")
+    later = Policy.load(str(tmp_path / "adapter"))
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    reference, expected = Reference(later, "frozen", ReferenceConfig()), batch_logp(later, batch, 100)
+    move_adapter(later, 2)
+    assert torch.equal(reference.logp(batch, 100), expected)
+    assert reference.state()["held"] is True
+    pissa = make_adapted(tmp_path, options={"init_lora_weights": "pissa"})
+    reference, expected = Reference(pissa, "frozen", ReferenceConfig()), batch_logp(pissa, batch, 100)
+    move_adapter(pissa, 2)
+    assert torch.equal(reference.logp(batch, 100), expected)
