@@ -29,6 +29,52 @@ class Algorithm:
     overlong_penalty: bool = False  # advantages.soft_overlong_penalty is added to the reward
     curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
 
+    @property
+    def has_kl(self) -> bool:
+        """In the loss, or in the reward."""
+        return self.loss.has_kl or self.advantage.beta > 0
+
+    def resolve(self, dynamic: bool | None = None, overlong: bool | None = None, update: str = "auto") -> Method:
+        """With a run's own choices; None and "auto" are as published. Without a KL there is nothing to anchor: old."""
+        anchor = {"old": "old", "initial": "frozen"}[self.reference] if update == "auto" else update
+        return Method(
+            name=self.name,
+            loss=self.loss,
+            advantage=self.advantage,
+            dynamic=self.dynamic_sampling if dynamic is None else dynamic,
+            overlong=self.overlong_penalty if overlong is None else overlong,
+            anchor=anchor if self.has_kl else "old",
+            curvature_gate=self.curvature_gate,
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm as one run has it. What is decided here is read everywhere, and decided nowhere else."""
+
+    name: str
+    loss: PolicyLoss
+    advantage: Advantage
+    dynamic: bool  # groups whose rewards are all equal are dropped and sampled again
+    overlong: bool  # advantages.soft_overlong_penalty is added to the reward
+    anchor: str  # of the KL: old (no second model is held), or a copy: every, kl, ema, frozen (loss/anchor.py)
+    curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
+
+    @property
+    def has_kl(self) -> bool:
+        """In the loss, or in the reward."""
+        return self.loss.has_kl or self.advantage.beta > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it is another method without the log-probabilities of a reference."""
+        return "ref_logp" in self.loss.needs or self.advantage.beta > 0
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each prompt needs its most probable response too."""
+        return self.advantage.kind == "greedy-baseline"
+
 
 _PRESETS: dict[str, Callable[[], Algorithm]] = {}
 

@@ -106,3 +106,6 @@ class SequenceMask(Mismatch):
 
     def weight(self, rho: Tensor) -> Tensor:
         return torch.ones_like(rho)
+
+
+BY_NAME: dict[str, Mismatch] = {"tis": TIS(), "icepop": IcePop(), "mis": MIS(), "sequence-mask": SequenceMask()}

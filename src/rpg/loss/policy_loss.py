@@ -128,8 +128,12 @@ class PolicyLoss:
             raise ValueError("kl_in_clip=True has no meaning for this clip, divergence and estimator; leave it None")
 
     @property
+    def has_kl(self) -> bool:
+        return self.divergence != "none" and self.beta > 0
+
+    @property
     def _kl(self) -> Divergence | None:
-        return DIVERGENCES[self.divergence] if self.divergence != "none" and self.beta > 0 else None
+        return DIVERGENCES[self.divergence] if self.has_kl else None
 
     @property
     def _can_hold_kl(self) -> bool:

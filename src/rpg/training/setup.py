@@ -9,7 +9,7 @@ import torch
 from ..console import one_of
 from ..loss.clip import Unweighted
 from ..loss.methods import Algorithm, algorithm
-from ..loss.mismatch import MIS, TIS, IcePop, Mismatch, SequenceMask
+from ..loss.mismatch import BY_NAME as MISMATCH
 from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..run.config import Config
@@ -129,9 +129,6 @@ def _check_context(policy: Policy, longest: int, config: Config) -> None:
 
 
 # ---- algorithm -------------------------------------------------------------------------------------------------------
-
-
-MISMATCH: dict[str, Mismatch] = {"tis": TIS(), "icepop": IcePop(), "mis": MIS(), "sequence-mask": SequenceMask()}
 
 
 def resolve(config: Config) -> Algorithm:

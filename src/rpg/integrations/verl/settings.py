@@ -13,6 +13,7 @@ import torch
 from ...console import choose, one_of
 from ...loss.clip import Adaptive
 from ...loss.methods import Algorithm, algorithm, algorithms
+from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.mismatch import SequenceMask
 from ...loss.policy_loss import PolicyLoss
 from ...run.config import ReferenceConfig
@@ -141,8 +142,6 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
     given = options.get("reference")
     reference = _reference(options.pop("reference")) if isinstance(given, Mapping) else ReferenceConfig()
     if isinstance(rule := options.get("mismatch"), str):
-        from ...training.setup import MISMATCH
-
         one_of(f"{OPTIONS}.mismatch", rule, MISMATCH)
         options["mismatch"] = MISMATCH[rule]
     try:
