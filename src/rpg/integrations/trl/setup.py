@@ -9,9 +9,9 @@ from ...console import one_of
 from ...loss.advantages import Advantage
 from ...loss.clip import Adaptive, Unweighted
 from ...loss.methods import Algorithm, algorithm
+from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.mismatch import SequenceMask
 from ...loss.policy_loss import PolicyLoss
-from ...training.setup import MISMATCH
 from .config import RPGConfig
 
 AlgorithmLike = Algorithm | PolicyLoss | str | None
