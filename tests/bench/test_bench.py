@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from rpg.bench.report import Report, headline, quartiles, show
-from rpg.bench.step import Took, Work
-from rpg.bench.versus import Result, SideFailed, compare
+from rpg.bench.step import SideResult, StepTimes, StepWork, compare
+from rpg.bench.timing import Failed
+from rpg.bench.whole import StepReport, headline, quartiles, show
 from rpg.cli import Mistake, Parser
 
 SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "8", "--repeats", "1", "--threads", "1"]
@@ -38,7 +38,7 @@ def test_both_sides(tmp_path, capsys):
     out = capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
 
-    work, sides = Work(**found["work"]), found["sides"]
+    work, sides = StepWork(**found["work"]), found["sides"]
     assert (work.prompts, work.samples, work.max_new_tokens, work.threads) == (2, 2, 8, 1)
     assert set(sides) == {"rpg", "trl"}
     for side in sides.values():
@@ -94,8 +94,8 @@ def test_mistakes_are_one_line(arguments, message):
 
 
 def test_a_side_that_fails_says_why():
-    work = replace(Work(), max_new_tokens=9999, repeats=1)
-    with pytest.raises(SideFailed, match=r"^rpg: a prompt of [^\n]* do not fit into the 256 of the model$"):
+    work = replace(StepWork(), max_new_tokens=9999, repeats=1)
+    with pytest.raises(Failed, match=r"^rpg: a prompt of [^\n]* do not fit into the 256 of the model$"):
         compare(work, ("rpg",))
 
 
@@ -103,13 +103,13 @@ def test_a_side_that_fails_says_why():
 
 
 def took(seconds):
-    return Took(seconds, seconds / 2, seconds / 4, tokens=100, responses=10, optimiser_steps=4, score=0.5)
+    return StepTimes(seconds, seconds / 2, seconds / 4, tokens=100, responses=10, optimiser_steps=4, score=0.5)
 
 
 def test_speed_is_a_ratio_of_medians_and_its_spread_one_of_pairs(capsys):
     rpg, trl = [1.0, 2.0, 4.0], [3.0, 8.0, 8.0]
-    results = {"rpg": Result([took(s) for s in rpg], 1.0), "trl": Result([took(s) for s in trl], 2.0)}
-    report = Report(Work(repeats=3), results, [])
+    results = {"rpg": SideResult([took(s) for s in rpg], 1.0), "trl": SideResult([took(s) for s in trl], 2.0)}
+    report = StepReport(StepWork(repeats=3), results, [])
     found = report.as_dict()
     assert found["speedup"]["seconds"] == 4.0
     assert found["speedup_of_pairs"] == {"quartiles": [2.5, 3.0, 3.5], "all": [3.0, 4.0, 2.0]}
@@ -125,8 +125,10 @@ def test_speed_is_a_ratio_of_medians_and_its_spread_one_of_pairs(capsys):
 
 
 def test_a_slower_step_is_called_slower():
-    results = {"rpg": Result([took(3.0)], 1.0), "trl": Result([took(2.0)], 1.0)}
-    assert headline(Report(Work(repeats=1), results, [])).startswith("A step of rpg is 1.50 times slower than TRL's")
+    results = {"rpg": SideResult([took(3.0)], 1.0), "trl": SideResult([took(2.0)], 1.0)}
+    assert headline(StepReport(StepWork(repeats=1), results, [])).startswith(
+        "A step of rpg is 1.50 times slower than TRL's"
+    )
 
 
 def test_quartiles():

@@ -11,13 +11,12 @@ import pytest
 from rpg.bench import logp, rollout, suite, whole
 from rpg.bench.logp import logp_section
 from rpg.bench.rollout import rollout_section
-from rpg.bench.rows import Row, Section
 from rpg.bench.scaling import grid, scaling_section
-from rpg.bench.sizes import sizes_for
+from rpg.bench.synthetic import last_digit_odd, sizes_for
+from rpg.bench.table import Measurement, Section
+from rpg.bench.timing import Failed, apart
 from rpg.bench.train import train_section
-from rpg.bench.versus import SideFailed, apart
 from rpg.bench.whole import step_section
-from rpg.bench.words import odd_end
 from rpg.cli import Mistake, Parser, main
 from rpg.commands import bench as command
 from rpg.costs.operations import Ceilings
@@ -58,9 +57,13 @@ def test_rollout(monkeypatch):
 
 
 def test_rollout_targets():
-    rows = [Row("own", {"tokens/s": 100.0, "× floor": 6.0}), Row("generate", {"tokens/s": 5.0}), Row("small")]
+    rows = [
+        Measurement("own", {"tokens/s": 100.0, "× floor": 6.0}),
+        Measurement("generate", {"tokens/s": 5.0}),
+        Measurement("small"),
+    ]
     section = Section("rollout", "", rollout.COLUMNS, rows=rows)
-    rollout._set_targets(section, "own", "generate", "small")
+    rollout.set_targets(section, "own", "generate", "small")
     assert [[t.mark for t in row.targets] for row in section.rows] == [["✓", "✗"], [], ["?"]]
     assert section.rows[0].values == {"tokens/s": 100.0, "× floor": 6.0}
 
@@ -71,13 +74,13 @@ def test_logp_targets():
         "torch, float32 logits": {"ms": 9.0},
         "Liger GRPO loss": {"ms": 61.0, "peak GiB": 1.9},
     }
-    section = Section("logp", "", logp.COLUMNS, rows=[Row(name, found) for name, found in values.items()])
-    logp._set_targets(section)
+    section = Section("logp", "", logp.COLUMNS, rows=[Measurement(name, found) for name, found in values.items()])
+    logp.set_targets(section)
     assert [[t.mark for t in row.targets] for row in section.rows] == [["✗", "✓", "✗"], [], []]
     values["rpg linear_logp"] = {"ms": 9.0, "peak GiB": 1.9}
     values["Liger GRPO loss"]["ms"] = 53.0
-    section.rows[:] = [Row(name, found) for name, found in values.items()]
-    logp._set_targets(section)
+    section.rows[:] = [Measurement(name, found) for name, found in values.items()]
+    logp.set_targets(section)
     assert [t.mark for t in section.rows[0].targets] == ["✓", "✗", "✓"]
 
 
@@ -129,28 +132,28 @@ def test_trl_tries_less_where_memory_is_short(monkeypatch):
     def compare(work, sides, watch):
         tried.append((work.micro, work.checkpointing))
         if work.micro > 4:
-            raise SideFailed("trl: OutOfMemoryError: CUDA out of memory")
+            raise Failed("trl: OutOfMemoryError: CUDA out of memory")
         return {"trl": "done"}
 
     monkeypatch.setattr(whole, "compare", compare)
-    assert whole._trl(whole.Work(micro=8, checkpointing=True), quiet) == "done"
+    assert whole._trl(whole.StepWork(micro=8, checkpointing=True), quiet) == "done"
     assert tried == [(8, False), (8, True), (4, True)]
-    assert whole._trl(whole.Work(micro=4, checkpointing=True), quiet) == "done"
+    assert whole._trl(whole.StepWork(micro=4, checkpointing=True), quiet) == "done"
     assert tried[3:] == [(4, False)]  # as fast as it can
-    with pytest.raises(SideFailed):
-        whole._trl(whole.Work(micro=64, checkpointing=True), quiet)
+    with pytest.raises(Failed):
+        whole._trl(whole.StepWork(micro=64, checkpointing=True), quiet)
 
 
 def test_the_reward_tells_responses_apart():
-    assert [odd_end(text, "", "") for text in ("4 7", "7 4", "")] == [1.0, 0.0, 0.0]
+    assert [last_digit_odd(text, "", "") for text in ("4 7", "7 4", "")] == [1.0, 0.0, 0.0]
 
 
 def test_apart():
     assert apart(math.sqrt, 4.0, limit=60) == 2.0
-    with pytest.raises(SideFailed, match=r"^ValueError: "):
+    with pytest.raises(Failed, match=r"^ValueError: "):
         apart(math.sqrt, -1.0, limit=60)
     begin = time.perf_counter()
-    with pytest.raises(SideFailed, match="no answer within 1 s"):
+    with pytest.raises(Failed, match="no answer within 1 s"):
         apart(time.sleep, 60, limit=1)
     assert time.perf_counter() - begin < 30
 
@@ -163,7 +166,7 @@ def test_a_section_that_fails_does_not_end_the_others(monkeypatch):
         raise RuntimeError("no such kernel")
 
     def works(*_):
-        return Section("train", "Training", suite.CEILING_COLUMNS, rows=[Row("a", {"GB/s": 1.0})])
+        return Section("train", "Training", suite.CEILING_COLUMNS, rows=[Measurement("a", {"GB/s": 1.0})])
 
     monkeypatch.setattr(suite, "SECTIONS", {"logp": broken, "train": works})
     saved = []
