@@ -1,12 +1,15 @@
-"""Both sides run for real, on a small step."""
+"""The command without a part: the step of the built-in run, both sides for real; and what it refuses."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rpg.bench.step import SideResult, StepTimes, StepWork, compare
 from rpg.bench.timing import Failed
@@ -26,12 +29,6 @@ def bench(*arguments):
     return args.run(args)
 
 
-def refused(*arguments):
-    with pytest.raises(Mistake) as caught:
-        bench(*arguments)
-    return str(caught.value)
-
-
 def test_both_sides(tmp_path, capsys):
     pytest.importorskip("trl")
     assert bench(*SMALL, "--json", str(tmp_path / "found.json")) == 0
@@ -43,7 +40,7 @@ def test_both_sides(tmp_path, capsys):
     assert set(sides) == {"rpg", "trl"}
     for side in sides.values():
         assert side["optimiser_steps"] == work.minibatches
-        (step,) = side["steps"]
+        (step,) = side["steps"]  # what warmed it up does not count
         assert step["responses"] == 4
         assert 4 <= step["tokens"] <= 4 * 8
         assert min(step["rollout"], step["reward"], step["train"]) > 0
@@ -64,11 +61,18 @@ def test_both_sides(tmp_path, capsys):
 def test_without_trl_it_is_rpg_alone_and_says_how_to_install(tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "trl" else find(name, *rest))
+    steps = {}
+
+    def compare(work, sides, watch):
+        steps.update(dict.fromkeys(sides, work.repeats))
+        return {side: SideResult([took(1.0)] * work.repeats, 1.0) for side in sides}
+
+    monkeypatch.setattr("rpg.bench.step.compare", compare)  # its processes: test_both_sides
     assert bench(*SMALL, "--repeats", "2", "--json", str(tmp_path / "found.json")) == 0
     out = capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
+    assert steps == {"rpg": 2}
     assert set(found["sides"]) == {"rpg"}
-    assert len(found["sides"]["rpg"]["steps"]) == 2  # what warmed it up does not count
     assert "speedup" not in found
     assert "pip install 'rpg-rl[audit]'" in out
     assert "GRPOTrainer" not in out
@@ -85,16 +89,36 @@ def test_without_trl_it_is_rpg_alone_and_says_how_to_install(tmp_path, capsys, m
         (["--prompts", "3", "--samples", "3"], "--prompts × --samples must be a multiple of"),
         (["--device", "nonsense"], "device 'nonsense' is not to be had"),
         (["--json", "/nowhere/found.json"], "cannot write /nowhere/found.json: no such folder"),
+        (["--device", "cpu", "--model", "tiny"], "--model goes with a part: rollout, logp,"),
+        (["--device", "cpu", "--quick"], "--quick goes with a part"),
+        (["logp", "--device", "cpu", "--alone"], "--alone goes with the built-in step: without a part, with"),
+        (["logp", "--device", "cpu", "--vocab", "0"], "--vocab must be at least 1; got 0"),
+        (
+            ["rollout", "--device", "cpu", "--model", "0.6b"],
+            "no model '0.6b': neither a shape (tiny, 17m, 0.5b, 1.5b, 4b)",
+        ),
+        (["rollout", "--device", "cpu", "--model", "/nowhere/x"], "no model '/nowhere/x'"),
+        (["logp", "--markdown", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
-    found = refused(*arguments)
-    assert message in found
-    assert "\n" not in found
+    with pytest.raises(Mistake) as caught:
+        bench(*arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_side_that_fails_says_why():
-    work = replace(StepWork(), max_new_tokens=9999, repeats=1)
+def test_a_side_that_fails_says_why(monkeypatch):
+    """Its process, which would hand the line over: test_apart."""
+
+    @contextmanager
+    def here(function, *arguments, limit):
+        pipe = SimpleNamespace(send=lambda answer: None, recv=lambda: None)
+        answers = iter([lambda: None, lambda: function(pipe, *arguments)])
+        yield pipe, lambda: next(answers)()
+
+    monkeypatch.setattr("rpg.bench.step.process", here)
+    work = replace(StepWork(), max_new_tokens=9999, repeats=1, threads=torch.get_num_threads())
     with pytest.raises(Failed, match=r"^rpg: a prompt of [^\n]* do not fit into the 256 of the model$"):
         compare(work, ("rpg",))
 

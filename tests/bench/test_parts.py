@@ -7,18 +7,19 @@ import math
 import time
 
 import pytest
+import transformers
 
 from rpg.bench import logp, rollout, suite, whole
 from rpg.bench.logp import logp_section
 from rpg.bench.rollout import rollout_section
 from rpg.bench.scaling import grid, scaling_section
+from rpg.bench.step import SIDES, WARMUP, SideResult
 from rpg.bench.synthetic import last_digit_odd, sizes_for
 from rpg.bench.table import Measurement, Section
 from rpg.bench.timing import Failed, apart
 from rpg.bench.train import train_section
 from rpg.bench.whole import step_section
-from rpg.cli import Mistake, Parser, main
-from rpg.commands import bench as command
+from rpg.cli import main
 from rpg.costs.operations import Ceilings
 
 SIZES = sizes_for("cpu", draws=512, repeats=1, new_tokens=8, peer_new_tokens=4)
@@ -49,9 +50,8 @@ def test_rollout(monkeypatch):
     own, generate = rows["rpg tiny"], rows["transformers generate tiny"]
     for found in (own, generate):
         assert found["× floor"] == pytest.approx(found["ms a step"] / found["floor ms"])
-    assert own["tokens/s"] * own["ms a step"] / 1000 == pytest.approx(
-        SIZES.prompts, rel=0.05
-    )  # without a watch of its own
+    # without a watch of its own
+    assert own["tokens/s"] * own["ms a step"] / 1000 == pytest.approx(SIZES.prompts, rel=0.05)
     assert rows["transformers continuous batching tiny"]["tokens/s"] > 0
     assert len(rows) == 6
 
@@ -116,9 +116,21 @@ def test_the_grid_of_a_gpu():
     assert len(grid(sizes_for("cuda", True), CEILINGS)) < len(names)
 
 
-def test_step_beside_trl():
+def test_step_beside_trl(monkeypatch):
+    """In this process; those of its own: test_both_sides."""
     pytest.importorskip("trl")
-    rows = finite(step_section(SIZES, CEILINGS, quiet))
+    verbosity = transformers.utils.logging.get_verbosity()
+
+    def here(work, sides, watch):
+        (side,), steps = sides, []
+        SIDES[side](work, lambda: None, steps.append)
+        return {side: SideResult(steps[WARMUP:], 1.0)}
+
+    monkeypatch.setattr(whole, "compare", here)
+    try:
+        rows = finite(step_section(SIZES, CEILINGS, quiet))
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
     assert list(rows) == ["rpg tiny", "TRL GRPOTrainer tiny"]
     responses = SIZES.groups * SIZES.samples
     for found in rows.values():  # every response has its full length
@@ -196,31 +208,3 @@ def test_command(tmp_path, capsys):
     assert "rpg bench logp --device cpu --tokens 8" in page
     assert "| rpg linear_logp |" in page
     assert "rpg linear_logp" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--device", "cpu", "--model", "tiny"],
-            "--model goes with a part: rollout, logp,",
-        ),
-        (["--device", "cpu", "--quick"], "--quick goes with a part"),
-        (["logp", "--device", "cpu", "--alone"], "--alone goes with the built-in step: without a part, with"),
-        (["logp", "--device", "cpu", "--vocab", "0"], "--vocab must be at least 1; got 0"),
-        (
-            ["rollout", "--device", "cpu", "--model", "0.6b"],
-            "no model '0.6b': neither a shape (tiny, 17m, 0.5b, 1.5b, 4b)",
-        ),
-        (["rollout", "--device", "cpu", "--model", "/nowhere/x"], "no model '/nowhere/x'"),
-        (["logp", "--markdown", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, message):
-    parser = Parser(prog="rpg")
-    command.add_bench(parser.add_subparsers(dest="command", parser_class=Parser))
-    args = parser.parse_args(["bench", *arguments])
-    with pytest.raises(Mistake) as caught:
-        args.run(args)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
