@@ -29,6 +29,7 @@ PACKAGE = TESTS.parents[1] / "src" / "rpg"
 ORACLES = {  # the tests that a module's mutants are shown, quick ones first
     "objective": ("mutation_oracles", "errors", "exact", "policy_loss"),
     "policy_loss": ("mutation_oracles", "errors", "exact", "mismatch", "clip", "policy_loss", "metrics"),
+    "terms": ("mutation_oracles", "errors", "exact", "clip", "policy_loss", "metrics"),
     "clip": ("mutation_oracles", "errors", "clip", "policy_loss", "metrics"),
     "mismatch": ("mutation_oracles", "errors", "exact", "mismatch"),
 }
