@@ -1,8 +1,8 @@
 """Mutants of the formulas, and a runner that asks the project's own tests to kill them. See test_mutations.py.
 
 ``python tests/loss/mutations.py objective`` prints one JSON line per mutant of src/rpg/loss/objective.py. A process
-that has imported torch, and never called backward, forks a child per mutant; the child swaps one node of one syntax tree,
-imports ``rpg`` from the trees and calls the test functions until one fails.
+that has imported torch, and never called backward, forks a child per mutant. The child swaps one node of one syntax
+tree, imports ``rpg`` from the trees and calls the test functions until one fails.
 """
 
 import ast
