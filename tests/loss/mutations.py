@@ -32,6 +32,7 @@ ORACLES = {  # the tests that a module's mutants are shown, quick ones first
     "terms": ("mutation_oracles", "errors", "exact", "clip", "policy_loss", "metrics"),
     "clip": ("mutation_oracles", "errors", "clip", "policy_loss", "metrics"),
     "mismatch": ("mutation_oracles", "errors", "exact", "mismatch"),
+    "methods": ("methods",),
 }
 CPU_LIMIT_S = 60  # a mutant may loop for ever: that is a failure too
 
@@ -139,7 +140,7 @@ def function_of(mutant):
 
 
 def of_module(module):
-    return mutants(ast.parse((PACKAGE / f"{module}.py").read_text()))
+    return mutants(ast.parse((PACKAGE / "loss" / f"{module}.py").read_text()))
 
 
 def describe(site, old, new, parents):

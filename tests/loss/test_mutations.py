@@ -65,6 +65,23 @@ EQUIVALENT = {
         ),
     },
     "mismatch": {},
+    "methods": {
+        "dual_clip: A < 0 -> A <= 0": NO_MASS,
+        "rpg_clip: A_hat >= 0 -> A_hat > 0": NO_MASS,
+        "rpg_clip: w < high -> w <= high": NO_MASS,
+        "rpg_clip: w > low -> w >= low": NO_MASS,
+        "rpg_clip: w < c -> w <= c": NO_MASS,
+        "rpg_reinforce_fkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "rpg_reinforce_rkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "rpg_reinforce_ufkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "rpg_reinforce_urkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "cpgd_plain: A >= 0 -> A > 0": NO_MASS,
+        "atr_grpo_plain: r > 1 -> r >= 1": NO_MASS,
+        "atr_grpo_plain: A >= 0 -> A > 0": NO_MASS,
+        "atr_grpo_plain: k3(r) > 0.05 -> k3(r) >= 0.05": NO_MASS,
+        "topr_plain: A > 0 -> A >= 0": NO_MASS,
+        "sapo_plain: A > 0 -> A >= 0": NO_MASS,
+    },
 }
 
 
