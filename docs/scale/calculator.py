@@ -194,7 +194,7 @@ def filled(page: str, device: Device = H200) -> str:
     """The page with the rows and the settings as they are now."""
     for title, rows in TABLES.items():
         text = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows(device))
-        above = rf"(### {title}\n\n.+\n\n.+\n[| -]+\n)"  # heading, formulas, columns
+        above = rf"(### {title}\n\n(?:(?!#|\|).*\n)+\|.+\n[| -]+\n)"  # heading, formulas, columns
         page, found = re.subn(above + r"(?:\|.*\n)*", lambda match: match[1] + text, page)
         assert found == 1, f"the page has no table under the heading {title}"
     page = page.split(f"{SETTINGS}\n")[0] + f"{SETTINGS}\n"
