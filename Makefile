@@ -68,7 +68,7 @@ check: $(VENV)/ready            ## two minutes: lint, types, and the tests of wh
 	@$(MAKE) --no-print-directory -j2 -Otarget lint check-core
 
 check-core: $(VENV)/ready            ## the tests of `make check`
-	$(BIN)/pytest $(CORE) --ignore tests/loss/test_mutations.py
+	$(BIN)/pytest -n 2 --dist worksteal $(CORE) --ignore tests/loss/test_mutations.py
 
 # Two jobs at a time: environments beside one another and beside lint; then pytest on two cores; then the tests of the
 # other two environments, side by side. After lint every part runs whatever the others say; its last line stands at the end.
