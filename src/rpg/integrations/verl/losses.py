@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...loss.clip import Adaptive
 from ...loss.policy_loss import LossOutput, PolicyLoss
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings, settings
 
@@ -56,18 +57,18 @@ def policy_loss(preset: str) -> Loss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        extra = _extra.get()
-        chosen = settings_of(config, preset) if extra is None else extra.settings
-        given = Extra(chosen) if extra is None else extra
+        handed_on = _extra.get()
+        extra = Extra(settings_of(config, preset)) if handed_on is None else handed_on
+        chosen = extra.settings
         rule = chosen.loss(config.loss_scale_factor)
         check_actor(chosen, config)
         sizes = dict(config.global_batch_info)
-        if chosen.needs_whole_step and not _is_whole_step(len(log_prob), sizes):
+        if isinstance(rule.clip, Adaptive) and not _is_whole_step(len(log_prob), sizes):
             raise ValueError(
                 f"{type(rule.clip).__name__} fits its bounds to the whole optimiser step: one GPU, and "
                 f"{ACTOR}.ppo_micro_batch_size_per_gpu as large as ppo_mini_batch_size × rollout.n"
             )
-        check_given(chosen, given, rollout_is_weights)
+        _check_extra(extra, rollout_is_weights)
         out = _weighted(
             rule,
             rollout_is_weights,
@@ -75,14 +76,15 @@ def policy_loss(preset: str) -> Loss:
             old_logp=old_log_prob,
             advantages=advantages if rule.level == "token" else _one_each(chosen, advantages, response_mask),
             mask=response_mask,
-            ref_logp=given.ref_logp_BT if chosen.reads_reference else None,
-            rollout_logp=given.rollout_logp_BT,
+            ref_logp=extra.ref_logp_BT if chosen.reads_reference else None,
+            rollout_logp=extra.rollout_logp_BT,
             denominator=denominator(rule, sizes),
         )
-        found = _numbers(out)
-        given.tokens = found["tokens"]
-        given.metrics = {METRICS + name: x for name, x in found.items() if name not in NO_MEAN}
-        return out.loss, {} if extra is not None else given.metrics
+        numbers = torch.stack(list(out.metrics.values())).tolist()  # one transfer from the device
+        metrics = dict(zip(out.metrics, numbers, strict=True))
+        extra.tokens = metrics["tokens"]
+        extra.metrics = {METRICS + name: x for name, x in metrics.items() if name not in NO_MEAN}
+        return out.loss, extra.metrics if handed_on is None else {}
 
     loss.__name__ = f"rpg_{preset}"
     return loss
@@ -113,18 +115,19 @@ def _plain(options: Any) -> Any:
 
 def check_actor(chosen: Settings, config: Any) -> None:
     """Settings of the actor that contradict the preset: before any model is loaded, and again where it runs."""
-    reduction = chosen.algorithm.loss.reduction
-    own, given = AGG_MODES[reduction], config.loss_agg_mode
-    if given not in (own, "token-mean"):  # token-mean is verl's default: who has not set it has not contradicted
+    reduction = chosen.method.loss.reduction
+    published, mode = AGG_MODES[reduction], config.loss_agg_mode
+    if mode not in (published, "token-mean"):  # token-mean is verl's default: who has not set it has not contradicted
+        ours = next((ours for ours, theirs in AGG_MODES.items() if theirs == mode), "token-mean")
         raise ValueError(
-            f"{chosen.name} has {ACTOR}.loss_agg_mode={own}; got {given}. "
-            f"To change the method: +{OPTIONS}.reduction={_ours(given)}"
+            f"{chosen.name} has {ACTOR}.loss_agg_mode={published}; got {mode}. "
+            f"To change the method: +{OPTIONS}.reduction={ours}"
         )
     factor = config.loss_scale_factor
     rule = chosen.loss(factor)
     if reduction == "constant" and factor is not None and factor != rule.constant:
         raise ValueError(f"{OPTIONS}.constant={rule.constant} and {ACTOR}.loss_scale_factor={factor} differ: give one")
-    if config.use_kl_loss and chosen.has_kl:
+    if config.use_kl_loss and chosen.method.loss.has_kl:
         if not chosen.needs_reference:
             raise ValueError(
                 f"{chosen.name} has a KL term of its own, anchored at the sampling policy: {ACTOR}.use_kl_loss=False, "
@@ -137,23 +140,20 @@ def check_actor(chosen: Settings, config: Any) -> None:
             )
 
 
-def check_given(chosen: Settings, given: Extra, rollout_is_weights: Tensor | None) -> None:
-    if chosen.reads_reference and given.ref_logp_BT is None:
-        how = f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0" if chosen.has_kl else "algorithm.use_kl_in_reward=True"
+def _check_extra(extra: Extra, rollout_is_weights: Tensor | None) -> None:
+    chosen, loss = extra.settings, extra.settings.method.loss
+    if chosen.reads_reference and extra.ref_logp_BT is None:
+        how = f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0" if loss.has_kl else "algorithm.use_kl_in_reward=True"
         raise ValueError(f"{chosen.name} needs ref_log_prob, the reference's log-probabilities: set {how}")
-    if chosen.needs_sampler and given.rollout_logp_BT is None:
+    if chosen.needs_sampler and extra.rollout_logp_BT is None:
         raise ValueError(
             f"{OPTIONS}.mismatch needs rollout_log_probs, the sampler's own: "
             "set actor_rollout_ref.rollout.calculate_log_probs=True, and no bypass_mode"
         )
-    if chosen.algorithm.loss.mismatch is not None and rollout_is_weights is not None:
+    if loss.mismatch is not None and rollout_is_weights is not None:
         raise ValueError(
             f"{OPTIONS}.mismatch and algorithm.rollout_correction.rollout_is correct the same thing twice: give one"
         )
-
-
-def _ours(mode: str) -> str:
-    return next((own for own, theirs in AGG_MODES.items() if theirs == mode), "token-mean")
 
 
 def _is_whole_step(rows: int, sizes: dict[str, Any]) -> bool:
@@ -204,7 +204,7 @@ def _one_each(chosen: Settings, advantages: Tensor, mask_BT: Tensor) -> Tensor:
     if not equal:
         raise ValueError(
             f"{chosen.name} has one advantage a response, and algorithm.adv_estimator gives one a token: "
-            f"set it to {PREFIX}{chosen.algorithm.advantage.kind}"
+            f"set it to {PREFIX}{chosen.method.advantage.kind}"
         )
     return advantage_B
 
@@ -215,8 +215,3 @@ def _per_response(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, bool]:
     value_B = x_BT.gather(-1, first_B1).squeeze(-1).masked_fill(~mask_BT.any(-1), 0)
     apart_BT = (x_BT - value_B.unsqueeze(-1)).abs() > 1e-5 * value_B.abs().unsqueeze(-1)
     return value_B, not bool((apart_BT & mask_BT).any())
-
-
-def _numbers(out: LossOutput) -> dict[str, float]:
-    """The metrics in one transfer from the device."""
-    return dict(zip(out.metrics, torch.stack(list(out.metrics.values())).tolist(), strict=True))
