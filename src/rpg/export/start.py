@@ -1,5 +1,4 @@
-"""What an export to either engine begins with: the recipe's model or a checkpoint of ``rpg train``, the method, and
-what no other engine can have."""
+"""Where an exported run starts from, the recipe's model or a checkpoint of ``rpg train``, and on how many GPUs."""
 
 from __future__ import annotations
 
@@ -9,14 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..loss.methods import Method
 from ..models import BUILTIN
 from ..run import checkpoint
 from ..run.config import Config
-from ..training.setup import resolve
 from ..training.summary import best_of
-
-GPU_TOKENS = 32768  # in one pass of training, where the recipe does not say
 
 
 @dataclass(frozen=True)
@@ -106,54 +101,3 @@ def lora_of(folder: str) -> dict[str, Any]:
         if settings.get(name):
             raise ValueError(f"{folder}: its adapter has {name}={settings[name]}, which has no counterpart in verl")
     return settings
-
-
-# ---- of the recipe ---------------------------------------------------------------------------------------------------
-
-
-def method_of(config: Config) -> Method:
-    rollout = config.rollout
-    return resolve(config).resolve(rollout.dynamic, rollout.overlong, config.reference.update)
-
-
-def refuse(config: Config, engine: str, reasons: dict[str, Any]) -> None:
-    """What has no counterpart and would change the result. ``reasons``: the engine's own, false where all is well."""
-    common = {
-        "optim.name=schedule-free": config.optim.name == "schedule-free" and "give --optim.name adamw",
-        "rollout.end_tokens": config.rollout.end_tokens and "put them into the model's generation_config.json",
-    }
-    for name, why in (common | reasons).items():
-        if why:
-            raise ValueError(f"{name} has no counterpart in {engine}: {why}")
-
-
-def check_reference(start: Start, config: Config, anchor: str, engine: str) -> None:
-    """A run that goes on needs its reference too; other engines take the model they are given for it."""
-    if start.step == 0 or anchor == "old" or (anchor == "frozen" and start.adapter):
-        return
-    if anchor == "every" and start.step % config.reference.every == 0:
-        return  # renewed at the checkpoint: it is the checkpoint
-    raise ValueError(
-        f"reference.update={anchor}: {engine} would take the checkpoint of step {start.step} for the reference, which "
-        "it is not; give --reference.update old or every (anew from here), or export without --from"
-    )
-
-
-def tensor_parallel(config: Config) -> int:
-    """GPUs of each vLLM."""
-    size = config.rollout.vllm.get("tensor_parallel_size", 1)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"rollout.vllm.tensor_parallel_size must be a whole number, at least 1; got {size!r}")
-    return size
-
-
-def steps_a_batch(config: Config) -> int:
-    """Optimiser steps."""
-    return config.optim.minibatches * config.optim.epochs
-
-
-def trackers(config: Config) -> tuple[list[str], str, str]:
-    """Where metrics go, the project there, the run's name in it."""
-    log = config.log
-    names = [name for name in ("tensorboard", "wandb", "trackio") if getattr(log, name)]
-    return names, log.wandb or log.trackio or "rpg", config.output.strip("/").replace("/", "-")

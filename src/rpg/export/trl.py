@@ -7,17 +7,8 @@ from typing import Any
 
 from ..loss.methods import Method
 from ..run.config import Config
-from .start import (
-    GPU_TOKENS,
-    Launch,
-    check_reference,
-    fresh,
-    method_of,
-    refuse,
-    steps_a_batch,
-    tensor_parallel,
-    trackers,
-)
+from . import recipe
+from .start import Launch, fresh
 
 VLLM = {  # options of vLLM that TRL passes on
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
@@ -47,7 +38,7 @@ def command(launch: Launch) -> str:
 def fields(config: Config, launch: Launch | None = None) -> dict[str, Any]:
     """Arguments of RPGConfig; what TRL cannot express is a ValueError that names it."""
     launch = Launch(fresh(config)) if launch is None else launch
-    _refuse(config, method_of(config), launch)
+    _refuse(config, recipe.method_of(config), launch)
     return {
         **_algorithm(config),
         **_batches(config, launch),
@@ -69,12 +60,12 @@ def _refuse(config: Config, method: Method, launch: Launch) -> None:
         f"algorithm={method.name}": (method.curvature_gate and "its gate needs logits and the optimiser's moments")
         or (method.needs_greedy and greedy),
         "peft.options.lora_dropout": config.peft.options.get("lora_dropout") and "it must be 0, as for rpg train",
-        f"reference.update={anchor}": anchor in ("kl", "ema") and steps_a_batch(config) > 1 and by_step,
+        f"reference.update={anchor}": anchor in ("kl", "ema") and recipe.steps_a_batch(config) > 1 and by_step,
     }
-    refuse(config, "TRL", reasons)
+    recipe.refuse(config, "TRL", reasons)
     if anchor == "frozen" and start.adapter and start.step:
         raise ValueError("reference.update=frozen: TRL would take the checkpoint's adapter for the reference")
-    check_reference(start, config, anchor, "TRL")
+    recipe.check_reference(start, config, anchor, "TRL")
 
 
 def _algorithm(config: Config) -> dict[str, Any]:
@@ -83,7 +74,7 @@ def _algorithm(config: Config) -> dict[str, Any]:
         "algorithm": config.algorithm,
         "loss": dict(config.loss),
         "reference_update": reference.update,
-        "reference_every": reference.every * steps_a_batch(config),
+        "reference_every": reference.every * recipe.steps_a_batch(config),
         "reference_kl": reference.kl,
         "reference_smoothing": reference.smoothing,
         "reference_decay": reference.decay,
@@ -103,7 +94,7 @@ def _batches(config: Config, launch: Launch) -> dict[str, Any]:
             f"{optim.minibatches} × {launch.processes} processes: give other --gpus, --nodes or --optim.minibatches"
         )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    most = max(1, (optim.micro_tokens or GPU_TOKENS) // longest)
+    most = max(1, (optim.micro_tokens or recipe.GPU_TOKENS) // longest)
     size = max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
     return {
         "num_generations": rollout.samples,
@@ -111,13 +102,13 @@ def _batches(config: Config, launch: Launch) -> dict[str, Any]:
         "gradient_accumulation_steps": share // size,
         "steps_per_generation": optim.minibatches * (share // size),
         "num_iterations": optim.epochs,
-        "max_steps": launch.start.steps_left(config) * steps_a_batch(config),
+        "max_steps": launch.start.steps_left(config) * recipe.steps_a_batch(config),
     }
 
 
 def _rollout(config: Config, launch: Launch) -> dict[str, Any]:
     rollout = config.rollout
-    each = tensor_parallel(config) if rollout.engine == "vllm" else 1
+    each = recipe.tensor_parallel(config) if rollout.engine == "vllm" else 1
     if launch.processes % each:
         raise ValueError(
             f"rollout.vllm.tensor_parallel_size={each} does not divide {launch.processes} processes: give other --gpus"
@@ -155,8 +146,8 @@ def _optim(config: Config) -> dict[str, Any]:
 
 
 def _around(config: Config) -> dict[str, Any]:
-    keep, each = config.checkpoint, steps_a_batch(config)
-    loggers, project, name = trackers(config)
+    keep, each = config.checkpoint, recipe.steps_a_batch(config)
+    loggers, project, name = recipe.trackers(config)
     out: dict[str, Any] = {
         "output_dir": Code("str(HERE / 'checkpoints')"),
         "save_strategy": "steps" if keep.every and keep.keep else "no",
@@ -191,7 +182,7 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
         yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: the run ends after its steps"
-    if method_of(config).dynamic:
+    if recipe.method_of(config).dynamic:
         names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
         yield f"{names}: groups of equal rewards are dropped, but no others are sampled in their place"
     yield "the order of the problems of a file: TRL shuffles them itself, by the same seed but otherwise"
@@ -337,7 +328,7 @@ def script(config: Config, launch: Launch | None = None, title: str = "") -> str
         rpg_import="from rpg.models.adapters import make_config\n" if peft else "",
         model=repr(Code('str(HERE / "model")') if model.startswith("$HERE") else model),
         before=start.step,
-        each=steps_a_batch(config),
+        each=recipe.steps_a_batch(config),
         problem=start.problem,
         count=start.steps_left(config) * config.rollout.prompts,
         fields="\n".join(f"        {name}={value!r}," for name, value in arguments.items()),

@@ -10,22 +10,10 @@ from ..integrations.verl.settings import AGG_MODES, PREFIX, settings
 from ..loss.methods import Method
 from ..models.adapters import DEFAULTS
 from ..run.config import Config
+from . import recipe
 from .data import PLAIN
 from .overrides import FOLDER, HERE, quoted, text
-from .start import (
-    GPU_TOKENS,
-    Launch,
-    Start,
-    check_reference,
-    fresh,
-    is_adapter,
-    lora_of,
-    method_of,
-    refuse,
-    steps_a_batch,
-    tensor_parallel,
-    trackers,
-)
+from .start import Launch, Start, fresh, is_adapter, lora_of
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 ENDLESS_EPOCHS = 1_000_000  # the steps end the run
@@ -58,10 +46,10 @@ class VerlLaunch(Launch):
 def export(config: Config, launch: VerlLaunch | None = None) -> dict[str, Any]:
     """Every setting of verl that the recipe decides; what cannot be expressed is a ValueError that names it."""
     launch = VerlLaunch(fresh(config)) if launch is None else launch
-    method = method_of(config)
+    method = recipe.method_of(config)
     _refuse(config, method)
     _refuse_adapter(config, launch.start, method.anchor)
-    check_reference(launch.start, config, method.anchor, "verl")
+    recipe.check_reference(launch.start, config, method.anchor, "verl")
     return {
         **_data(config, launch),
         **_model(config, launch),
@@ -83,7 +71,7 @@ def _refuse(config: Config, method: Method) -> None:
         "peft.method": config.peft.method not in (None, "lora") and f"only lora there; got {config.peft.method}",
         **{f"model_options.{name}": bad and "give --model a folder that holds it" for name, bad in options.items()},
     }
-    refuse(config, "verl", reasons)
+    recipe.refuse(config, "verl", reasons)
     try:
         chosen = settings(method.name, _options(config, method))
     except ValueError as error:
@@ -233,7 +221,7 @@ def _optim(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     schedule = "linear" if optim.schedule == "auto" else optim.schedule
     if schedule == "constant" and optim.warmup <= 1:
         return out
-    each = steps_a_batch(config)
+    each = recipe.steps_a_batch(config)
     rate = {"schedule": schedule, "warmup": optim.warmup, "total": config.steps * each}
     return out | {
         f"{prefix}.optimizer": "ScheduledAdamW",
@@ -263,13 +251,13 @@ def _batches(config: Config, launch: VerlLaunch) -> dict[str, Any]:
         f"{prefix}.shuffle": optim.epochs > 1,
         f"{prefix}.data_loader_seed": config.seed,
         f"{prefix}.use_dynamic_bsz": True,
-        f"{prefix}.ppo_max_token_len_per_gpu": max(optim.micro_tokens or GPU_TOKENS, longest),
+        f"{prefix}.ppo_max_token_len_per_gpu": max(optim.micro_tokens or recipe.GPU_TOKENS, longest),
     }
 
 
 def _rollout(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     rollout, evaluation, prefix = config.rollout, config.eval, "actor_rollout_ref.rollout"
-    each = tensor_parallel(config)
+    each = recipe.tensor_parallel(config)
     if launch.processes % each or max(each, launch.gpus) % min(each, launch.gpus):
         nodes = f" on each of {launch.nodes} nodes" if launch.nodes > 1 else ""
         raise ValueError(
@@ -319,7 +307,7 @@ def _reward(config: Config, method: Method, launch: VerlLaunch) -> dict[str, Any
 
 def _trainer(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     keep, steps = config.checkpoint, launch.start.steps_left(config)
-    loggers, project, name = trackers(config)
+    loggers, project, name = recipe.trackers(config)
     return {
         "trainer.total_training_steps": steps,
         "trainer.total_epochs": ENDLESS_EPOCHS,
@@ -379,7 +367,7 @@ exit 1
 def run_sh(config: Config, launch: VerlLaunch, title: str) -> str:
     """The script: one setting a line."""
     lines = " \\\n  ".join(quoted(f"{name}={text(value)}") for name, value in export(config, launch).items())
-    notes = "".join(f"#   {line}\n" for line in left_out(config, method_of(config), launch))
+    notes = "".join(f"#   {line}\n" for line in left_out(config, recipe.method_of(config), launch))
     began = f"# From the {launch.start.where}.\n" if launch.start.where else ""
     return f"""#!/usr/bin/env bash
 # {title}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ TENSORS, STATE = "rpg_reference.safetensors", "rpg_reference.json"
 class Reference:
     """``copy`` is the model that TRL asks for the reference's log-probabilities.
 
-    Where an adapter is trained there is none: it asks the trained model, with the weights in ``adapter`` in the place
-    of its own, or with its adapter off.
+    Where an adapter is trained there is none: it asks ``adapted_model``, the trained model with the weights in
+    ``adapter``, or with its adapter off.
     """
 
     def __init__(self, model: nn.Module, rule: str, config: ReferenceConfig, adapted: bool):
@@ -47,11 +47,7 @@ class Reference:
             self.adapter = _adapter_of(model)
         self.averages = {name: x.float() for name, x in self.weights().items() if rule == "ema" and x.dtype in HALF}
 
-    def prepare(self, prepared: Callable[[nn.Module], nn.Module]) -> Any:
-        """What TRL calls as its reference; a copy as accelerate wants it."""
-        return self._adapted if self.copy is None else prepared(self.copy)
-
-    def _adapted(self, **inputs: Any) -> Any:
+    def adapted_model(self, **inputs: Any) -> Any:
         """The trained model with the reference's adapter in the place of its own, or with none; without dropout."""
         model: Any = self.model
         other = model.disable_adapter() if self.adapter is None else adapters.swapped_in(model, self.adapter)

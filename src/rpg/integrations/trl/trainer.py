@@ -57,7 +57,7 @@ class Window:
     start: int
     batches: list[Any]  # what the data loader gave for each
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
-    denominator: float = 0.0
+    denominator: float = 0.0  # of gradients added up over micro-batches and averaged over processes; 0: no tokens
 
 
 class StepMeans(Means):
@@ -115,7 +115,8 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         self.reference: Reference | None = None
         if anchor != "old" and not sharded:
             self.reference = Reference(self.model, anchor, args.reference, is_peft_model(self.model))
-            self.ref_model = self.reference.prepare(self._prepare_reference)
+            copy = self.reference.copy
+            self.ref_model = self.reference.adapted_model if copy is None else self._prepare_reference(copy)
         self._window: Window | None = None
         self._sampler: Any = None
         self._means = StepMeans(self.accelerator)
@@ -234,12 +235,8 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
                 self._step: int = step  # TRL's count of micro-batches
                 window.micro_batches.append(super()._prepare_inputs(batch))
             self._step = window.start
-            window.denominator = self._denominator([_trained(batch) for batch in window.micro_batches])
+            window.denominator = self.method.loss.step_denominator(*map(_trained, window.micro_batches))
         return window.micro_batches[self._step - window.start]
-
-    def _denominator(self, masks: list[Tensor]) -> float:
-        """Of the losses whose gradients are added up over micro-batches and averaged over processes; 0: no tokens."""
-        return self.method.loss.step_denominator(*masks)
 
     def _score(self, model: Any, batch: dict[str, Any], **options: Any) -> tuple[Tensor, Any, Any]:
         """TRL's log-probabilities of a batch's responses, entropies and router loss."""
@@ -270,7 +267,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             assert self._window is not None
             denominator = self._window.denominator
         else:
-            denominator = self._denominator([mask_BT])
+            denominator = rule.step_denominator(mask_BT)
         out = rule(
             logp_BT,
             old_BT,

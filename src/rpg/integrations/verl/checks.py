@@ -9,7 +9,7 @@ from typing import Any
 
 from ...console import choose
 from . import reference
-from .losses import GIVEN, check_actor
+from .losses import GIVEN, TWICE, check_actor
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings
 
 logger = logging.getLogger("rpg.integrations.verl")
@@ -111,9 +111,7 @@ def _check_sampler(chosen: Settings, config: Any) -> None:
             "set actor_rollout_ref.rollout.calculate_log_probs=True algorithm.rollout_correction.bypass_mode=False"
         )
     if chosen.method.loss.mismatch is not None and correction.get("rollout_is", None):
-        raise ValueError(
-            f"{OPTIONS}.mismatch and algorithm.rollout_correction.rollout_is correct the same thing twice: give one"
-        )
+        raise ValueError(TWICE)
 
 
 def remarks(chosen: Settings, config: Any) -> Iterator[str]:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ...loss.clip import Adaptive
-from ...loss.policy_loss import LossOutput, PolicyLoss
+from ...loss.policy_loss import PolicyLoss
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings, settings
 
 METRICS = "actor/rpg/"
 NO_MEAN = ("tokens", "sequences")
 GIVEN = "rpg"  # the loss_mode whose settings come with the call
+TWICE = f"{OPTIONS}.mismatch and algorithm.rollout_correction.rollout_is correct the same thing twice: give one"
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -48,7 +49,7 @@ def handing_on(extra: Extra) -> Iterator[None]:
 def policy_loss(preset: str) -> Loss:
     """A function for verl's register_policy_loss."""
 
-    def loss(
+    def preset_loss(
         old_log_prob: Tensor,
         log_prob: Tensor,
         advantages: Tensor,
@@ -69,7 +70,7 @@ def policy_loss(preset: str) -> Loss:
                 f"{ACTOR}.ppo_micro_batch_size_per_gpu as large as ppo_mini_batch_size × rollout.n"
             )
         _check_extra(extra, rollout_is_weights)
-        out = _weighted(
+        loss, metrics = _weighted(
             rule,
             rollout_is_weights,
             logp=log_prob,
@@ -80,14 +81,13 @@ def policy_loss(preset: str) -> Loss:
             rollout_logp=extra.rollout_logp_BT,
             denominator=denominator(rule, sizes),
         )
-        numbers = torch.stack(list(out.metrics.values())).tolist()  # one transfer from the device
-        metrics = dict(zip(out.metrics, numbers, strict=True))
-        extra.tokens = metrics["tokens"]
-        extra.metrics = {METRICS + name: x for name, x in metrics.items() if name not in NO_MEAN}
-        return out.loss, extra.metrics if handed_on is None else {}
+        numbers = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # one transfer
+        extra.tokens = numbers["tokens"]
+        extra.metrics = {METRICS + name: x for name, x in numbers.items() if name not in NO_MEAN}
+        return loss, extra.metrics if handed_on is None else {}
 
-    loss.__name__ = f"rpg_{preset}"
-    return loss
+    preset_loss.__name__ = f"rpg_{preset}"
+    return preset_loss
 
 
 def settings_of(config: Any, preset: str | None = None) -> Settings:
@@ -151,9 +151,7 @@ def _check_extra(extra: Extra, rollout_is_weights: Tensor | None) -> None:
             "set actor_rollout_ref.rollout.calculate_log_probs=True, and no bypass_mode"
         )
     if loss.mismatch is not None and rollout_is_weights is not None:
-        raise ValueError(
-            f"{OPTIONS}.mismatch and algorithm.rollout_correction.rollout_is correct the same thing twice: give one"
-        )
+        raise ValueError(TWICE)
 
 
 def _is_whole_step(rows: int, sizes: dict[str, Any]) -> bool:
@@ -178,10 +176,13 @@ def denominator(rule: PolicyLoss, sizes: dict[str, Any]) -> float | None:
     return float(total or 1) * (rule.constant or 1.0) / ranks  # 0: a step of filler alone, whose loss is 0
 
 
-def _weighted(rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float | None, **batch: Any) -> LossOutput:
-    """The loss; with verl's weights of rollout correction on every token's, or every response's, share of it."""
+def _weighted(
+    rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float | None, **batch: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its metrics; verl's weights of rollout correction are on each token's, or each response's, share."""
     if weights_BT is None:
-        return rule(denominator=denominator, **batch)
+        out = rule(denominator=denominator, **batch)
+        return out.loss, out.metrics
     mask_BT = batch["mask"].bool()
     out = rule.replace(reduction="none", constant=None)(denominator=denominator, **batch)
     if out.loss.dim() == 2:
@@ -193,7 +194,7 @@ def _weighted(rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float
                 f"level={rule.level} has one loss a response: set algorithm.rollout_correction.rollout_is=sequence"
             )
         weighted = out.loss * weight_B.detach().to(out.loss.dtype)
-    return LossOutput(rule.reduce(weighted, mask_BT.sum(-1), denominator), out._diagnose)
+    return rule.reduce(weighted, mask_BT.sum(-1), denominator), out.metrics
 
 
 def _one_each(chosen: Settings, advantages: Tensor, mask_BT: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...distributed.shards import local
 from ...loss.anchor import Renewal
 from .losses import METRICS, settings_of
 from .metrics import follow
@@ -50,13 +51,7 @@ def shards(model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of parameters and buffers, in the memory that the model computes with."""
     _reshard(model)
     named = (*model.named_parameters(), *model.named_buffers())
-    return {name: _local(x.detach()) for name, x in named if x.is_floating_point()}
-
-
-def _local(x: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return x.to_local() if isinstance(x, DTensor) else x
+    return {name: local(x.detach()) for name, x in named if x.is_floating_point()}
 
 
 def _reshard(model: nn.Module) -> None:
