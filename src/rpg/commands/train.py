@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import Mistake, first_of_launch, printed, several
+from ..console import Mistake, clock, first_of_launch, printed, several
 from ..run.config import Config
 from ..run.settings import add_flags, build, given
 
@@ -96,10 +96,9 @@ def _closing(summary: dict[str, Any], config: Config) -> str:
         interval = f"[{found['last_low']:.1%}, {found['last_high']:.1%}]"
         best = f"best {found['best']:.1%} at step {found['best_step']}"
         lines.append(f"{task} {found['metric']}: {found['first']:.1%} → {found['last']:.1%} {interval}, {best}")
-    minutes, seconds = divmod(round(summary["seconds"]), 60)
     on_gpu = summary["peak_gpu_memory_gb"]
     memory = f"{summary['peak_memory_gb']:.2f} GB" if on_gpu is None else f"{on_gpu:.1f} GB of the GPU's memory"
-    lines.append(f"{summary['step']} steps in {minutes}:{seconds:02d}, {memory} at most")
+    lines.append(f"{summary['step']} steps in {clock(summary['seconds'])}, {memory} at most")
     page = Path(config.output) / "report.html"
     lines.append(f"{page if config.log.report else config.output}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ FILES = ("metrics.jsonl", "summary.json")  # either makes a folder a run
 
 
 @dataclass(frozen=True)
-class Run:
+class RunData:
     """What the files of one run say."""
 
     name: str
@@ -69,8 +69,8 @@ class Run:
     @property
     def speed(self) -> float | None:
         """Tokens a second: the median over steps."""
-        found = sorted(x for row in self.rows if (x := finite(row.get("speed/tokens_per_s"))) is not None)
-        return found[len(found) // 2] if found else None
+        speeds = sorted(x for row in self.rows if (x := finite(row.get("speed/tokens_per_s"))) is not None)
+        return speeds[len(speeds) // 2] if speeds else None
 
 
 def finite(value: Any) -> float | None:
@@ -100,13 +100,13 @@ def find_runs(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}")
-    found = [folder] if is_run(folder) else sorted(child for child in folder.iterdir() if is_run(child))
-    if not found:
+    runs = [folder] if is_run(folder) else sorted(child for child in folder.iterdir() if is_run(child))
+    if not runs:
         raise ValueError(f"{folder} is not a run, nor a folder of runs: no metrics.jsonl or summary.json in it")
-    return found
+    return runs
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> RunData:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}")
@@ -121,7 +121,7 @@ def read_run(folder: str | Path) -> Run:
         else:
             steps[int(step)] = {**steps.get(int(step), {}), **row, "step": int(step)}
     summary = _document(folder / "summary.json", json.loads, remarks)
-    return Run(
+    return RunData(
         name=str(summary.get("name") or folder.resolve().name),
         folder=folder,
         config=_document(folder / "config.yaml", _yaml, remarks),
