@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from ..run.folder import read_rows, read_text
 
 Row = dict[str, Any]
 FILES = ("metrics.jsonl", "summary.json")  # either makes a folder a run
@@ -114,7 +115,7 @@ def read_run(folder: str | Path) -> RunData:
         raise ValueError(f"{folder} is not a run: it has no metrics.jsonl or summary.json")
     remarks: list[str] = []
     steps: dict[int, Row] = {}
-    for row in _lines(folder / "metrics.jsonl", remarks):
+    for row in read_rows(folder / "metrics.jsonl", remarks):
         step = finite(row.get("step"))
         if step is None:
             remarks.append("a row of metrics.jsonl without a step was left out")
@@ -127,43 +128,13 @@ def read_run(folder: str | Path) -> RunData:
         config=_document(folder / "config.yaml", _yaml, remarks),
         summary=summary,
         rows=[steps[step] for step in sorted(steps)],
-        samples=[row for row in _lines(folder / "samples.jsonl", remarks) if finite(row.get("step")) is not None],
+        samples=[row for row in read_rows(folder / "samples.jsonl", remarks) if finite(row.get("step")) is not None],
         remarks=tuple(dict.fromkeys(remarks)),
     )
 
 
-def _read(path: Path, remarks: list[str]) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        remarks.append(f"{path.name} could not be read: {error.strerror}")
-        return ""
-
-
-def _lines(path: Path, remarks: list[str]) -> Iterator[Row]:
-    """The objects of a jsonl file. A last line without its end is still being written, and no fault."""
-    lines = _read(path, remarks).split("\n")
-    bad = 0
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError):
-            bad += number < len(lines)
-            continue
-        if isinstance(row, dict):
-            yield row
-        else:
-            bad += 1
-    if bad:
-        remarks.append(f"{bad} line{'s' if bad > 1 else ''} of {path.name} could not be read")
-
-
 def _document(path: Path, parse: Any, remarks: list[str]) -> Row:
-    text = _read(path, remarks)
+    text = read_text(path, remarks)
     try:
         value = parse(text) if text.strip() else {}
     except (ValueError, RecursionError):

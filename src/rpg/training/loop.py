@@ -153,7 +153,7 @@ def _open(
     at = None if not resume else -1 if found is None else found.step
     logs = stack.enter_context(RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn))
     if resume:
-        view.history(read_rows(folder / "metrics.jsonl"))
+        view.history(read_rows(folder / "metrics.jsonl", []))
     return logs
 
 
