@@ -31,17 +31,18 @@ def one_line(prefix: str, kind: type[Exception] = Exception) -> Iterator[None]:
         raise Mistake(f"{prefix}{text}") from error
 
 
-def choose(what: str, given: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1)
+def choose(what: str, name: str, names: Iterable[str]) -> str:
+    """The message for a name that is not among these, with the nearest that is."""
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {given!r}.{hint} Known: {', '.join(names)}"
+    return f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}"
 
 
-def one_of(what: str, given: str, known: Iterable[str]) -> None:
-    known = tuple(known)
-    if given not in known:
-        raise ValueError(choose(what, str(given), known))
+def one_of(what: str, name: str, names: Iterable[str]) -> None:
+    names = tuple(names)
+    if name not in names:
+        raise ValueError(choose(what, str(name), names))
 
 
 def several() -> bool:

@@ -129,7 +129,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(LogError, match=r"cannot write .*metrics\.jsonl\.new: No space left on device"):
+    with pytest.raises(LogError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
         file.truncate_after(0)
     assert file.path.read_bytes() == before
     assert os.listdir(tmp_path) == ["metrics.jsonl"]

@@ -104,7 +104,7 @@ def _start(args: argparse.Namespace, config: Config) -> Any:
     return start
 
 
-def _own_model(start: Any, there: str) -> tuple[Any, bool]:
+def _shipped_model(start: Any, there: str) -> tuple[Any, bool]:
     """The built-in model travels with the files: it lies inside the installed package."""
     from ..models import BUILTIN
 
@@ -130,7 +130,7 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
     from ..training.setup import resolve
 
     start = _start(args, config)
-    at_home, (start, own) = start.model, _own_model(start, FOLDER)
+    at_home, (start, shipped) = start.model, _shipped_model(start, FOLDER)
     chat, alone = config.task.chat is not False, args.settings_only
     where = verl.Where(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
     verl.export(config, where)  # what cannot be is refused before anything is loaded
@@ -161,14 +161,14 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
         shutil.copy(copy, folder / copy.name)
     if rewards:
         (folder / "reward.py").write_text(rewards, encoding="utf-8")
-    if own and not alone:
+    if shipped and not alone:
         _copy_model(folder)
     (folder / "run.sh").write_text(script, encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
     if alone:
         return [f"wrote run.sh to {folder}: the settings alone, to read; to train, export without --settings-only"]
     sizes = [f"{name} ({len(rows):,} problems)" for name, rows in written.items()]
-    more = [*sizes, "reward.py", *(copy.name for copy in copies), *["model"][:own]]
+    more = [*sizes, "reward.py", *(copy.name for copy in copies), *["model"][:shipped]]
     return _said(folder, [*more, "run.sh"], start, f"bash {shlex.quote(str(folder / 'run.sh'))}")
 
 
@@ -178,16 +178,16 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
 def _write_trl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
     from ..export import trl
 
-    start, own = _own_model(_start(args, config), "$HERE")
+    start, shipped = _shipped_model(_start(args, config), "$HERE")
     where = trl.Where(start, args.gpus, args.nodes)
     script = trl.script(config, where, _title(args, config))
     folder.mkdir(parents=True, exist_ok=True)
-    if own:
+    if shipped:
         _copy_model(folder)
     (folder / "recipe.yaml").write_text(to_yaml(config), encoding="utf-8")
     (folder / "train.py").write_text(script, encoding="utf-8")
     line = f"{trl.launch(where)} {shlex.quote(str(folder / 'train.py'))}"
-    return _said(folder, ["recipe.yaml", *["model"][:own], "train.py"], start, line)
+    return _said(folder, ["recipe.yaml", *["model"][:shipped], "train.py"], start, line)
 
 
 def _said(folder: Path, names: list[str], start: Any, line: str) -> list[str]:

@@ -38,7 +38,7 @@ def run_report(args: argparse.Namespace) -> int:
         raise Mistake("several runs have no folder in common: name the page with -o FILE")
     output: Path = args.output or args.runs[0] / "report.html"
     with one_line("", ValueError), one_line("", OSError):
-        folders = dict.fromkeys(folder.resolve() for given in args.runs for folder in find_runs(given))
+        folders = dict.fromkeys(folder.resolve() for path in args.runs for folder in find_runs(path))
     if output.is_dir():
         raise Mistake(f"cannot write {output}: it is a folder")
     if not output.parent.is_dir():

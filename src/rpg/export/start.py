@@ -46,7 +46,7 @@ def from_run(run: Path, which: str) -> Start:
     """The newest checkpoint of a run, its best one, or the one of a step; or the folder of a checkpoint itself."""
     if run.parent.name == "checkpoints" and run.name.startswith("step-"):
         run, which = run.parent.parent, str(int(run.name.removeprefix("step-")))
-    found = checkpoint.found(run / "checkpoints")
+    found = checkpoint.folders(run / "checkpoints")
     if not found:
         raise ValueError(f"--from {run}: there is no checkpoint in it")
     newest = checkpoint.load(run / "checkpoints", lambda text: print(f"rpg export: {text}", file=sys.stderr))

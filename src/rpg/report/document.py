@@ -111,14 +111,14 @@ def _about(run: RunData) -> str:
     size = finite(run.summary.get("parameters"))
     model = str(run.fact("model", "")).rstrip("/").rsplit("/", 1)[-1]
     model += f" ({amount(size)} parameters)" if size else ""
-    parts = [
+    facts = [
         tag("b", escape(run.algorithm)),
         escape(f"model {model}") if model else "",
         escape(f"task {run.task}") if run.task else "",
         escape(f"seed {run.fact('seed', '–')}"),
         escape(f"on {run.summary['device']}") if run.summary.get("device") else "",
     ]
-    return tag("p", " · ".join(part for part in parts if part), class_="lede")
+    return tag("p", " · ".join(fact for fact in facts if fact), class_="lede")
 
 
 def _ranking(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:

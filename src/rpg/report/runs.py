@@ -88,8 +88,8 @@ def finite(value: Any) -> float | None:
 def elapsed(row: Row) -> float:
     """Seconds that a step took."""
     whole = finite(row.get("time/step"))
-    parts = sum(finite(value) or 0.0 for name, value in row.items() if name.startswith("time/"))
-    return parts if whole is None else whole
+    total = sum(finite(value) or 0.0 for name, value in row.items() if name.startswith("time/"))
+    return total if whole is None else whole
 
 
 def is_run(folder: Path) -> bool:

@@ -12,10 +12,10 @@ from .scores import Experiment, Score, averages, differences, scores, settings
 
 
 def results_section(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
-    parts = [tag("h2", "Results")]
+    elements = [tag("h2", "Results")]
     if tasks:
-        parts += [_last_best(experiments, tasks)]
-    return tag("section", *parts, tag("h3", "Every run"), _every_run(experiments, tasks), id="results")
+        elements += [_last_best(experiments, tasks)]
+    return tag("section", *elements, tag("h3", "Every run"), _every_run(experiments, tasks), id="results")
 
 
 def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
@@ -101,7 +101,7 @@ def settings_section(runs: Sequence[RunData], experiments: Sequence[Experiment])
     shared = {
         key: value for key, value in settings(runs[0]).items() if all(settings(r).get(key) == value for r in runs)
     }
-    parts = [tag("h2", "Settings")]
+    elements = [tag("h2", "Settings")]
     if len(runs) > 1:
         differ = differences(runs)
         if differ:
@@ -113,11 +113,11 @@ def settings_section(runs: Sequence[RunData], experiments: Sequence[Experiment])
                 cells = (tag("td", escape(" / ".join(texts))) for texts in seen)
                 rows.append(tag("tr", tag("th", tag("code", escape(key)), scope="row"), *cells))
             table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", *rows), class_="differences")
-            parts += [tag("p", "Only what differs, seed and output aside."), _scroll(table, "Settings that differ")]
+            elements += [tag("p", "Only what differs, seed and output aside."), _scroll(table, "Settings that differ")]
         else:
-            parts.append(tag("p", "These runs differ in nothing but their seeds and folders."))
+            elements.append(tag("p", "These runs differ in nothing but their seeds and folders."))
     if shared:
         pairs = "".join(tag("div", tag("dt", escape(k)), tag("dd", escape(v))) for k, v in shared.items())
         title = "All of them" if len(runs) == 1 else f"The {len(shared)} settings that all runs share"
-        parts.append(tag("details", tag("summary", title), tag("dl", pairs)))
-    return tag("section", *parts, id="settings") if len(parts) > 1 else ""
+        elements.append(tag("details", tag("summary", title), tag("dl", pairs)))
+    return tag("section", *elements, id="settings") if len(elements) > 1 else ""

@@ -104,7 +104,7 @@ def load(root: Path, warn: Callable[[str], None] = warnings.warn) -> Checkpoint 
     if root.is_dir():
         with contextlib.suppress(OSError), _locked(root, wait=False):  # else someone is saving, or we may only read
             _clean(root)
-    for folder in reversed(list(found(root).values())):
+    for folder in reversed(list(folders(root).values())):
         try:
             return read(folder)
         except CheckpointError as error:
@@ -124,7 +124,7 @@ def read(folder: Path, verified: bool = False) -> Checkpoint:
         raise CheckpointError(f"{folder} cannot be read: {_line(error)}") from error
 
 
-def found(root: Path) -> dict[int, Path]:
+def folders(root: Path) -> dict[int, Path]:
     """The checkpoints by step, in order, whole or not."""
     names = ((NAME.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ()))
     return dict(sorted((int(match[1]), path) for match, path in names if match))
@@ -159,7 +159,7 @@ def verify(folder: Path) -> str | None:
 def prune(root: Path, keep: int, best: int | None = None, newest: int | None = None) -> None:
     """Delete all but the newest ``keep`` and the best. Those beyond step ``newest`` were damaged, or the run would have
     gone on from them: they go first."""
-    checkpoints = found(root)
+    checkpoints = folders(root)
     steps = [step for step in checkpoints if newest is None or step <= newest]
     kept = {*steps[max(len(steps) - keep, 0) :], best}
     doomed = [path for step, path in checkpoints.items() if step not in kept]
@@ -268,7 +268,7 @@ def _failure(root: Path, name: str, error: Exception) -> str:
     reason = REASONS.get(number or 0) or (os.strerror(number) if number else _line(error))
     last = None
     with contextlib.suppress(OSError):  # the folder itself cannot be read
-        last = next(reversed(found(root).items()), None)
+        last = next(reversed(folders(root).items()), None)
     rest = f"the last checkpoint is step {last[0]} in {last[1]}" if last else "there is no earlier checkpoint"
     return " ".join(f"{reason}: cannot write {root / name}; {rest}".split())
 

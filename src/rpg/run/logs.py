@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from .config import LogConfig
 from .trackers import Row, SetupError, TensorBoard, TrackedRun, Tracker, Trackio, Wandb, import_tracker, plain
@@ -93,26 +93,17 @@ class MetricsFile:
     def truncate_after(self, step: int) -> int:
         """Drop rows beyond ``step`` and a half-written last line; the rest stays as it is, byte for byte.
         Returns how many lines went. The file is replaced at once, or not at all."""
-        new = self.path.with_name(self.path.name + ".new")
         kept = 0
-        try:
-            with _naming("write", new), new.open("wb") as to:
-                for row, line in self._rows():
-                    if row["step"] <= step:
-                        kept += 1
-                        to.write(line)
-                to.flush()
-                os.fsync(to.fileno())
-            with _naming("read", self.path), self.path.open("rb") as old:
-                dropped = sum(1 for _ in old) - kept
-            if dropped:
-                self.close()
-                with _naming("write", self.path):
-                    os.replace(new, self.path)
-                self._open()
-        finally:
-            new.unlink(missing_ok=True)
-        return dropped
+        with _naming("read", self.path), self.path.open("rb") as old:
+            lines = sum(1 for _ in old)
+        with _replacing(self.path) as new:
+            for row, line in self._rows():
+                if row["step"] <= step:
+                    kept += 1
+                    new.write(line)
+        self.close()
+        self._open()
+        return lines - kept
 
     def _rows(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Whole rows with their bytes. Only the last line may be broken: a run was killed while it wrote."""
@@ -156,11 +147,17 @@ def _finite(value: Any) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The old content or the new, never a part of it."""
+    with _replacing(path) as file:
+        file.write(text.encode("utf-8", "replace"))
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in the place of this one: the old content or the new, never a part of it."""
     new = path.with_name(path.name + ".new")
     try:
         with _naming("write", path), new.open("wb") as file:
-            file.write(text.encode("utf-8", "replace"))
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(new, path)

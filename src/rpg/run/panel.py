@@ -205,8 +205,8 @@ class Panel:
         if each is None:
             return ""
         total = self._row.get("time/step", 0.0)
-        parts = {name: self._row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "train")}
-        shares = {name: 100 * part / total for name, part in parts.items()} if total > 0 else {}
+        seconds = {name: self._row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "train")}
+        shares = {name: 100 * part / total for name, part in seconds.items()} if total > 0 else {}
         shown = [f", {name} {share:.0f} %" for name, share in shares.items() if share >= 0.5]
         return f"{number(each)} s/step{''.join(shown)}"
 

@@ -13,7 +13,6 @@ import math
 import re
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -209,25 +208,23 @@ def build(cls: type[T], *, file: Path | None = None, flags: Mapping[str, Any] | 
     values: dict[str, Any] = {}
     if file is not None:
         try:
-            pairs = list(_flatten(_read(file), leaves(cls)))
-            for path, count in Counter(path for path, _ in pairs).items():
-                if count > 1:
-                    raise ValueError(f"{path} is given twice")
-            _put(pairs, leaves(cls), values, text=False)
+            _put(_flatten(_read(file), leaves(cls)), leaves(cls), values, text=False)
         except ValueError as error:
             raise ValueError(" ".join(f"{file}: {error}".split())) from None
     _put((flags or {}).items(), leaves(cls), values, text=True)
     return _make(cls, "", values)
 
 
-def _put(pairs: Iterable[tuple[str, Any]], known: Mapping[str, Leaf], values: dict[str, Any], text: bool) -> None:
+def _put(pairs: Iterable[tuple[str, Any]], by_path: Mapping[str, Leaf], values: dict[str, Any], text: bool) -> None:
     """Into values, converted; a dict's keys after the dict itself."""
-    for path, value in sorted(pairs, key=lambda pair: pair[0] not in known):
-        leaf, read = _leaf_of(path, known), text and isinstance(value, str)
+    for path, value in sorted(pairs, key=lambda pair: pair[0] not in by_path):
+        leaf, read = _leaf_of(path, by_path), text and isinstance(value, str)
         if leaf is None:
-            raise ValueError(_unknown_flag(f"--{path}", [leaf.flag for leaf in known.values()]))
+            raise ValueError(_unknown_flag(f"--{path}", [leaf.flag for leaf in by_path.values()]))
         try:
-            if path in known:
+            if path in values and not text:
+                raise ValueError("is given twice")
+            if path in by_path:
                 values[path] = leaf.convert(value, read)
             else:
                 key = {path.removeprefix(f"{leaf.path}."): _scalar(value) if read else value}
@@ -246,10 +243,10 @@ def _make(cls: type[T], prefix: str, values: Mapping[str, Any]) -> T:
     return cls(**chosen)
 
 
-def _leaf_of(path: str, known: Mapping[str, Leaf]) -> Leaf | None:
+def _leaf_of(path: str, by_path: Mapping[str, Leaf]) -> Leaf | None:
     """The setting of this path, or the dict that the path is a key of."""
-    inside = (leaf for leaf in known.values() if leaf.open and path.startswith(f"{leaf.path}."))
-    return known.get(path) or next(inside, None)
+    inside = (leaf for leaf in by_path.values() if leaf.open and path.startswith(f"{leaf.path}."))
+    return by_path.get(path) or next(inside, None)
 
 
 def _convert(hint: Any, value: Any, text: bool) -> Any:
@@ -369,7 +366,7 @@ def _read(file: Path) -> Any:
     raise ValueError(problem)
 
 
-def _flatten(data: Any, known: Mapping[str, Leaf], section: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(data: Any, by_path: Mapping[str, Leaf], section: str = "") -> Iterator[tuple[str, Any]]:
     """(path, value) of every key of the file."""
     if not isinstance(data, dict):
         must = f"{section} must be a section of" if section else "must hold"
@@ -377,13 +374,13 @@ def _flatten(data: Any, known: Mapping[str, Leaf], section: str = "") -> Iterato
         raise ValueError(f"{must} settings by name{'' if section else ' (key: value)'}; got {got}")
     for key, value in data.items():
         path = f"{section}.{key}" if section else str(key)
-        if _leaf_of(path, known):
+        if _leaf_of(path, by_path):
             yield path, value
-        elif any(name.startswith(f"{path}.") for name in known):
-            yield from _flatten({} if value is None else value, known, path)
+        elif any(name.startswith(f"{path}.") for name in by_path):
+            yield from _flatten({} if value is None else value, by_path, path)
         else:
-            near = _nearest(path, [*known, *(leaf.section for leaf in known.values() if leaf.section)])
-            beside = ", ".join(leaf.path for leaf in known.values() if leaf.section == path.rpartition(".")[0])
+            near = _nearest(path, [*by_path, *(leaf.section for leaf in by_path.values() if leaf.section)])
+            beside = ", ".join(leaf.path for leaf in by_path.values() if leaf.section == path.rpartition(".")[0])
             hint = f"; did you mean {near!r}?" if near else f"; known: {beside}" if beside else ""
             raise ValueError(f"unknown key {path!r}{hint}")
 

@@ -127,7 +127,7 @@ def _find(
     found = checkpoint.load(folder / "checkpoints", warn)
     if found is None and config.checkpoint.keep == 0:
         raise ValueError(f"nothing to resume in {folder}: with checkpoint.keep 0 no checkpoint is written")
-    if found is None and checkpoint.found(folder / "checkpoints"):
+    if found is None and checkpoint.folders(folder / "checkpoints"):
         raise ValueError(f"no checkpoint in {folder} is whole: nothing to resume from (a new run needs a new --output)")
     return found
 
