@@ -81,8 +81,8 @@ class RolloutConfig:
     """sequences decoded at the same time; finished ones are replaced at once; None: 256 on a CPU, on a GPU 1024 or what
     half of the memory that training leaves has room for"""
     old_logp: Literal["auto", "engine", "recompute"] = "auto"
-    """old log-probabilities: the engine's, or computed anew by the trainer; auto: the native engine's in float32, and
-    in bfloat16 as long as the measured difference is harmless; with vLLM always anew"""
+    """old log-probabilities: the engine's, or recomputed by the trainer; auto: the native engine's in float32, and
+    in bfloat16 as long as the measured difference is harmless; with vLLM always recomputed"""
     dynamic: bool | None = None
     """drop groups whose rewards are all equal and sample others instead; None: as the algorithm was published"""
     oversample: Annotated[float, FROM_1] = 1.25

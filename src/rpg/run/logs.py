@@ -176,7 +176,7 @@ class RunLogs:
     """Everything a run logs to. A context manager; ``warn`` is told, once each, about trackers that gave up.
 
     resume  the checkpoint's step: rows beyond it are dropped and trackers go on with the same run; -1 drops all.
-            None starts anew, and refuses a folder that holds metrics already.
+            None starts a new run, and refuses a folder that holds metrics already.
     """
 
     def __init__(
