@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ def one_of(what: str, name: str, names: Iterable[str]) -> None:
     names = tuple(names)
     if name not in names:
         raise ValueError(choose(what, str(name), names))
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before any work is done for it."""
+    if path.is_dir():
+        raise Mistake(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise Mistake(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Mistake(f"cannot write {path}: permission denied")
 
 
 def several() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import Mistake, one_line
+from ..console import Mistake, check_writable, one_line
 
 if TYPE_CHECKING:
     from ..audit import Subject
@@ -109,15 +108,8 @@ def _check_audit(args: argparse.Namespace) -> None:
     if not args.losses and (args.divergence or args.objective):
         raise Mistake("--divergence and --objective say what a LOSS is meant to ascend: name the LOSS")
     for path in (args.json, args.html, args.svg, args.markdown):
-        if path is None or path == "-":
-            continue
-        path = Path(path)
-        if path.is_dir():
-            raise Mistake(f"cannot write {path}: it is a folder")
-        if not path.parent.is_dir():
-            raise Mistake(f"cannot write {path}: there is no folder {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise Mistake(f"cannot write {path}: permission denied")
+        if path is not None and path != "-":
+            check_writable(Path(path))
 
 
 def _subjects(args: argparse.Namespace) -> tuple[list[Subject], list[str]]:

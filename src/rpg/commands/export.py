@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import shutil
 from dataclasses import replace
@@ -39,7 +40,7 @@ def add_export(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     engines = parser.add_subparsers(dest="engine", required=True, metavar="verl|trl")
-    for name, run, gpus, files in (("verl", run_verl, 8, VERL_FILES), ("trl", run_trl, 1, TRL_FILES)):
+    for name, write, gpus, files in (("verl", _write_verl, 8, VERL_FILES), ("trl", _write_trl, 1, TRL_FILES)):
         engine = engines.add_parser(
             name,
             help=f"as a run of {name}",
@@ -58,21 +59,13 @@ def add_export(commands: Any) -> None:
         if name == "verl":
             add("--settings-only", action="store_true", help="run.sh alone, to read: no problems are loaded")
         add_flags(engine, Config)
-        engine.set_defaults(run=run)
+        engine.set_defaults(run=functools.partial(_export, write=write))
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1; got {text}")
     return int(text)
-
-
-def run_verl(args: argparse.Namespace) -> int:
-    return _export(args, _write_verl)
-
-
-def run_trl(args: argparse.Namespace) -> int:
-    return _export(args, _write_trl)
 
 
 def _export(args: argparse.Namespace, write: Any) -> int:

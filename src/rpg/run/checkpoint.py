@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from .folder import locked
 
 FORMAT = 1
 MANIFEST = "trainer/manifest.json"
@@ -78,7 +79,7 @@ def save(
     document = json.dumps(dict(state))  # a mistake in it is the caller's: before anything is written
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root):
+        with locked(root, wait=True):
             _clean(root)
             folder = root / f"{SAVING}{name}"
             try:
@@ -102,7 +103,7 @@ def save(
 def load(root: Path, warn: Callable[[str], None] = warnings.warn) -> Checkpoint | None:
     """The newest checkpoint that is whole; each newer one that is not goes to ``warn``, in one line."""
     if root.is_dir():
-        with contextlib.suppress(OSError), _locked(root, wait=False):  # else someone is saving, or we may only read
+        with contextlib.suppress(OSError, ValueError), locked(root):  # else someone is saving, or we may only read
             _clean(root)
     for folder in reversed(list(folders(root).values())):
         try:
@@ -165,7 +166,7 @@ def prune(root: Path, keep: int, best: int | None = None, newest: int | None = N
     doomed = [path for step, path in checkpoints.items() if step not in kept]
     if doomed:
         try:
-            with _locked(root):
+            with locked(root, wait=True):
                 for path in doomed:
                     path.rename(root / f"{REMOVED}{path.name}")
                 _sync(root)
@@ -220,17 +221,6 @@ def _clean(root: Path) -> None:
             path.rename(target)
         elif path.name.startswith((SAVING, REPLACED, REMOVED)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(root: Path, wait: bool = True) -> Iterator[None]:
-    """One process at a time changes the folder. The kernel frees the lock of a process that dies."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(handle)
 
 
 def _sync(path: Path) -> None:

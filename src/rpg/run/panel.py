@@ -14,7 +14,6 @@ from .progress import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.segment import Segment
 
 Spans = list[tuple[str, str]]  # text and rich style
 
@@ -114,6 +113,7 @@ class Panel:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
+        from rich.style import Style
 
         width = options.max_width
         lines = self.lines(width, ascii_only=options.ascii_only)
@@ -122,7 +122,7 @@ class Panel:
         for i, spans in enumerate(lines):
             if i:
                 yield Segment.line()
-            yield from (_segment(text, style) for text, style in spans)
+            yield from (Segment(text, Style.parse(style) if style else None) for text, style in spans)
 
     def lines(self, width: int, *, ascii_only: bool = False) -> list[Spans]:
         key = (width, ascii_only)
@@ -249,10 +249,3 @@ def _border(left: str, line: str, right: str, width: int, start: tuple[str, str]
 def _shorten(lines: list[Spans], height: int) -> list[Spans]:
     """A terminal of few rows: the frame, the bar and as many metrics as fit."""
     return lines if len(lines) <= height else [*lines[: max(1, height - 1)], lines[-1]][: max(1, height)]
-
-
-def _segment(text: str, style: str) -> Segment:
-    from rich.segment import Segment
-    from rich.style import Style
-
-    return Segment(text, Style.parse(style) if style else None)

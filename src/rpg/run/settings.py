@@ -345,10 +345,12 @@ def _scalar(value: str) -> Any:
         raise WrongValue(f"must be a YAML value; got {_shown(value)}") from None
 
 
-def _read(file: Path) -> Any:
+def _read(file: Path) -> dict[Any, Any]:
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
-        return {} if data is None else data
+        if isinstance(data, dict | None):
+            return data or {}
+        problem = f"must hold settings by name (key: value); got a {type(data).__name__}"
     except FileNotFoundError:
         problem = "no such file"
     except OSError as error:
@@ -366,18 +368,16 @@ def _read(file: Path) -> Any:
     raise ValueError(problem)
 
 
-def _flatten(data: Any, by_path: Mapping[str, Leaf], section: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(data: dict[Any, Any], by_path: Mapping[str, Leaf], section: str = "") -> Iterator[tuple[str, Any]]:
     """(path, value) of every key of the file."""
-    if not isinstance(data, dict):
-        must = f"{section} must be a section of" if section else "must hold"
-        got = _shown(data) if section else f"a {type(data).__name__}"
-        raise ValueError(f"{must} settings by name{'' if section else ' (key: value)'}; got {got}")
     for key, value in data.items():
         path = f"{section}.{key}" if section else str(key)
         if _leaf_of(path, by_path):
             yield path, value
         elif any(name.startswith(f"{path}.") for name in by_path):
-            yield from _flatten({} if value is None else value, by_path, path)
+            if not isinstance(value, dict | None):
+                raise ValueError(f"{path} must be a section of settings by name; got {_shown(value)}")
+            yield from _flatten(value or {}, by_path, path)
         else:
             near = _nearest(path, [*by_path, *(leaf.section for leaf in by_path.values() if leaf.section)])
             beside = ", ".join(leaf.path for leaf in by_path.values() if leaf.section == path.rpartition(".")[0])
