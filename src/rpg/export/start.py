@@ -59,7 +59,7 @@ def from_run(run: Path, which: str) -> Start:
     """The newest checkpoint of a run, its best one, or the one of a step; or the folder of a checkpoint itself."""
     if run.parent.name == "checkpoints" and run.name.startswith("step-"):
         run, which = run.parent.parent, str(int(run.name.removeprefix("step-")))
-    folders = checkpoint.found(run / "checkpoints")
+    folders = checkpoint.folders(run / "checkpoints")
     if not folders:
         raise ValueError(f"--from {run}: there is no checkpoint in it")
     newest = checkpoint.load(run / "checkpoints", lambda text: print(f"rpg export: {text}", file=sys.stderr))
