@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import __version__
 from .commands.algorithms import add_algorithms
 from .commands.audit import add_audit
 from .commands.bench import add_bench
@@ -52,22 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog="rpg", description="KL-regularised policy gradients for language models.")
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="version", version=f"rpg {__version__}", help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for add in (add_train, add_eval, add_tasks, add_report, add_export, add_audit, add_algorithms, add_bench):
         add(commands)
     return parser
-
-
-class _Version(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print the version")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from . import __version__
-
-        print(f"rpg {__version__}")
-        parser.exit()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Speaking to the user: mistakes in one line, unknown names, tables on the terminal. Imports nothing of ours."""
+"""What users read: mistakes in one line, printing, numbers as text, HTML elements. Imports nothing of ours."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ class Mistake(Exception):
     """The user's; its text is one line for stderr."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def one_line(prefix: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Turn errors of this kind into a Mistake of one line."""
     try:
@@ -30,17 +32,28 @@ def one_line(prefix: str, kind: type[Exception] = Exception) -> Iterator[None]:
         raise Mistake(f"{prefix}{text}") from error
 
 
-def choose(what: str, given: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1)
+def choose(what: str, name: str, names: Iterable[str]) -> str:
+    """The message for a name that is not among these, with the nearest that is."""
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {given!r}.{hint} Known: {', '.join(names)}"
+    return f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}"
 
 
-def one_of(what: str, given: str, known: Iterable[str]) -> None:
-    known = tuple(known)
-    if given not in known:
-        raise ValueError(choose(what, str(given), known))
+def one_of(what: str, name: str, names: Iterable[str]) -> None:
+    names = tuple(names)
+    if name not in names:
+        raise ValueError(choose(what, str(name), names))
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before any work is done for it."""
+    if path.is_dir():
+        raise Mistake(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise Mistake(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise Mistake(f"cannot write {path}: permission denied")
 
 
 def several() -> bool:
@@ -57,8 +70,8 @@ def console() -> Console:
     """The terminal at its own width; a pipe at 100 columns, without colour."""
     from rich.console import Console
 
-    made = Console(highlight=False, markup=False, emoji=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
+    terminal = Console(highlight=False, markup=False, emoji=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
 
 
 @contextmanager
@@ -68,3 +81,114 @@ def printed() -> Iterator[Console]:
     with to.capture() as captured:
         yield to
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+# ---- numbers as text -------------------------------------------------------------------------------------------------
+
+
+def number(x: float | None) -> str:
+    """At most 6 characters, 7 with a sign: 0.0031, 3.1e-5, 12.3, 5120, 48.2k; what is missing is -"""
+    if x is None:
+        return "-"
+    if not math.isfinite(x):
+        return str(x)
+    size = abs(x)
+    if size == 0 or 1e-3 <= size < 1:
+        return f"{x:.4f}" if 0 < size < 0.1 else f"{x:.3f}"
+    if size < 1e-3:
+        mantissa, exponent = f"{x:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    if size < 1e5:
+        return f"{x:.2f}" if size < 10 else f"{x:.1f}" if size < 1000 else f"{x:.0f}"
+    for unit, letter in ((1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T")):
+        if size < 999.5 * unit:
+            return f"{x / unit:.3g}{letter}"
+    return f"{x:.0e}"
+
+
+def fixed(places: int) -> Callable[[float | None], str]:
+    """With this many decimals, where that tells something; else as ``number`` has it."""
+    return lambda x: number(x) if x is None or not abs(x) < 1e4 else f"{x:.{places}f}"
+
+
+def two_digits(x: float) -> str:
+    """0.067, 6.7, 120"""
+    if x == 0 or not math.isfinite(x):
+        return f"{x:.0f}"
+    return f"{x:.{max(0, 1 - math.floor(math.log10(abs(x))))}f}"
+
+
+def amount(x: float | None) -> str:
+    """Of things that are counted: 12, 1.23 k, 30.4 M, 4.02 B"""
+    if x is None:
+        return "–"
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(x) >= 0.9995 * size:
+            return f"{x / size:.3g}{unit}"
+    return f"{x:.3g}"
+
+
+def percent(share: float | None) -> str:
+    """12.3 %"""
+    if share is None or not math.isfinite(share):
+        return "–" if share is None else str(share)
+    return f"{100 * share:.1f} %"
+
+
+def percent_two_digits(share: float | None) -> str:
+    """0.67 %, 6.7 %, 67 %; 0 % below 0.005 %"""
+    if share is None or math.isnan(share):
+        return "–" if share is None else "nan"
+    return "0 %" if share < 5e-5 else f"{two_digits(100 * share)} %"
+
+
+def gb(count: float) -> str:
+    """Bytes in GB, without the unit: 0.03, 1,234.5"""
+    return f"{count / 1e9:,.1f}" if count >= 1e8 else f"{count / 1e9:.2f}"
+
+
+def clock(seconds: float) -> str:
+    """While a run goes: 1:02, 1:02:03, 3d 4h"""
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24}h"
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def duration(seconds: float | None) -> str:
+    """Of what is over: 4.2 s, 1 min 1 s, 2 h 25 min"""
+    if seconds is None:
+        return "–"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if minutes:
+        return f"{hours} h {m} min" if hours else f"{m} min {s} s"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{s} s"
+
+
+def estimated_duration(seconds: float) -> str:
+    """In one unit, as exact as an estimate is: 3.2 s, 14 min, 4.1 h, 12 days"""
+    if seconds < 0.05:
+        return "0 s" if seconds < 0.0005 else f"{1e3 * seconds:.0f} ms"
+    units = ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h"), (math.inf, 86400, "days"))
+    size, name = next((size, name) for limit, size, name in units if seconds < limit)
+    return f"{seconds / size:.{1 if seconds / size < 10 else 0}f} {name}"
+
+
+# ---- HTML ------------------------------------------------------------------------------------------------------------
+
+
+def tag(name: str, *inside: str, **attributes: object) -> str:
+    """An element; attributes are escaped, what is inside is HTML already. ``class_`` is class, ``a_b`` is a-b."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return f"<{name}{written}>{''.join(inside)}</{name}>"
+
+
+def unbroken(text: str) -> str:
+    """Escaped, with numbers that stay on one line."""
+    return escape(text.replace(" %", "\u00a0%").replace("–", "\u2060–\u2060"))

@@ -15,18 +15,17 @@ from rpg.audit import SCENARIOS, page, picture
 from rpg.audit.summary import (
     ON_POLICY,
     THREE_POLICIES,
+    AuditReport,
     Line,
-    Report,
+    bias_text,
     grade,
     is_right,
     joined_labels,
     merge,
-    share,
-    size,
     span,
-    two_digits,
     worst,
 )
+from rpg.console import percent_two_digits, two_digits
 
 VOID = {"meta", "col", "br", "img", "link", "input", "hr"}
 
@@ -46,7 +45,7 @@ def subjects():
 @pytest.fixture(scope="module")
 def report():
     chosen = subjects()
-    return Report.of(audit.run(chosen, seeds=2, messages=["verl is <away>"]), chosen, "rpg audit --peers")
+    return AuditReport.of(audit.run(chosen, seeds=2, messages=["verl is <away>"]), chosen, "rpg audit --peers")
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +145,12 @@ def test_the_plots_print_the_numbers_they_show(read, report):
     plotted = [(row["title"], row["labels"]) for row in read.rows if row["labels"]]
     peer = next(line for line in report.lines if line.name.startswith("verl grpo"))
     alike = "grpo · dapo · bnpo · cispo · dr_grpo · sapo, each + low_var_kl"
-    assert (alike, [size(peer.kl_bias(s)) for s in SCENARIOS]) in plotted
+    assert (alike, [bias_text(peer.kl_bias(s)) for s in SCENARIOS]) in plotted
     assert not is_right(peer.kl_bias(ON_POLICY))
     for lengths in ("fixed", "variable"):
         assert ("urkl", [two_digits(report.lines[0].row(s, lengths).kl_variance) for s in SCENARIOS]) in plotted
     corrected = next(line for line in report.lines if line.name == "grpo-corrected")
-    assert ("grpo-corrected", [f"exact, then {size(corrected.bias(ON_POLICY, 'variable'))}"]) in plotted
+    assert ("grpo-corrected", [f"exact, then {bias_text(corrected.bias(ON_POLICY, 'variable'))}"]) in plotted
 
 
 def test_dots_stand_where_their_numbers_are(text):
@@ -270,13 +269,14 @@ def test_long_lists_of_names_are_cut_with_their_number():
     ],
 )
 def test_a_bias_in_words_and_in_colour(bias, words, kind):
-    assert size(bias) == words
+    assert bias_text(bias) == words
     assert grade(bias) == kind
     assert is_right(bias) == (kind in ("exact", "rounding"))
 
 
 def test_other_numbers_in_words():
-    assert (share(None), share(0.0), share(0.163), share(0.0064)) == ("–", "0 %", "16 %", "0.64 %")
+    shares = [percent_two_digits(x) for x in (None, 0.0, 0.163, 0.0064)]
+    assert shares == ["–", "0 %", "16 %", "0.64 %"]
     assert (two_digits(36.92), two_digits(4.56), two_digits(0.0)) == ("37", "4.6", "0")
     assert span([0.59, 1.23]) == "59–123 %"
     assert span([0.231, 0.2311]) == "23 %"

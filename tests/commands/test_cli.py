@@ -15,8 +15,7 @@ import torch
 
 import rpg
 from rpg import cli
-from rpg.audit import SCENARIOS, Row, resolve
-from rpg.audit.peers import Peer
+from rpg.audit import SCENARIOS, AuditRow, Subject, resolve
 
 SOURCE = str(Path(rpg.__file__).parents[1])
 
@@ -89,7 +88,7 @@ def test_json_on_stdout_is_all_that_is_there_and_complete(losses):
     assert found["command"].startswith("rpg audit rpg-urkl gspo ")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
 
-    assert {frozenset(row) for row in found["rows"]} == {frozenset(f.name for f in fields(Row))}
+    assert {frozenset(row) for row in found["rows"]} == {frozenset(f.name for f in fields(AuditRow))}
     settings = [(r["name"], r["scenario"], r["lengths"], r["objective"]) for r in found["rows"]]
     assert len(set(settings)) == len(settings) == 6 * (2 + 3 + 2 + 2), "gspo has a third objective, its own"
     worst: dict[str, float] = {}
@@ -193,16 +192,17 @@ def test_a_real_pipe_gets_plain_text_of_at_most_100_columns(losses):
 
 def fake_peers(verl_python=None):
     grpo = resolve("grpo")
-    peer = Peer(
+    peer = Subject(
         name="liger grpo",
         source="liger-kernel 0.8.5",
         divergence="rkl",
+        objective="token",
         note="a setting; 1/|y| remains",
         dtype=torch.float32,
         coefficients=grpo.coefficients,
         clipped=grpo.clipped,
     )
-    sequence = replace(peer, name="trl rloo", source="trl 1.16.0")
+    sequence = replace(peer, name="trl rloo", source="trl 1.16.0", objective="sequence")
     return [peer, sequence], [f"verl is not installed ({verl_python})"]
 
 

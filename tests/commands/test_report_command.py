@@ -45,7 +45,8 @@ def test_the_commands_mistakes_are_one_line(tmp_path, one):
 
 def test_a_report_needs_no_torch(one, tmp_path):
     code = (
-        "import sys; from rpg.report import command, read_run, write; write([read_run(sys.argv[1])], sys.argv[2]);"
+        "import sys; import rpg.commands.report; from rpg.report import read_run, write;"
+        "write([read_run(sys.argv[1])], sys.argv[2]);"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     line = [sys.executable, "-c", code, str(one.folder), str(tmp_path / "page.html")]

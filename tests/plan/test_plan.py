@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rpg.console import PIPE_WIDTH
+from rpg.console import PIPE_WIDTH, estimated_duration
 from rpg.costs.devices import DEVICES, at_hand, named
 from rpg.models.known_shapes import KNOWN
 from rpg.models.meta import config_of, shell
 from rpg.plan.data import data_of, rows_of
 from rpg.plan.plan import plan
-from rpg.plan.table import duration, show, verdicts
+from rpg.plan.table import show, verdicts
 from rpg.run.config import CheckpointConfig, Config, EvalConfig, OptimConfig, PeftConfig, RolloutConfig, TaskConfig
 from rpg.tasks import Problem, Task
 from rpg.tasks.templates import WRAPPED
@@ -361,7 +361,7 @@ def test_the_text_of_others(capsys):
 def test_durations():
     texts = {0: "0 s", 0.012: "12 ms", 3.21: "3.2 s", 90: "90 s", 840: "14 min", 14_800: "4.1 h", 1e6: "12 days"}
     for seconds, text in texts.items():
-        assert duration(seconds) == text
+        assert estimated_duration(seconds) == text
 
 
 def test_minutes_end_a_planned_run() -> None:

@@ -1,12 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # chromium.py stands there, for other tests too
-
 from make_runs import make_many, make_run
-
 from rpg import report
 
 

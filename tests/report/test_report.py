@@ -10,18 +10,19 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
-from make_runs import HOSTILE, make_run
 
+from make_runs import HOSTILE, make_run
 from rpg import report
+from rpg.console import amount, duration, percent
 from rpg.report.charts import CHARTS, present
+from rpg.report.labels import spread
 from rpg.report.payload import SAMPLES, TEXT, curves, embed, evenly, gather, sampled, stride
-from rpg.report.runs import Run, elapsed, finite
-from rpg.report.scores import Average, averages, differences, groups, scores
-from rpg.report.words import amount, duration, percent, spread
+from rpg.report.runs import RunData, elapsed, finite
+from rpg.report.scores import Average, averages, differences, group_by_experiment, scores
 
 
 def run_of(tmp_path, name="r", rows=(), **more):
-    return Run(name=name, folder=tmp_path / name, rows=list(rows), **more)
+    return RunData(name=name, folder=tmp_path / name, rows=list(rows), **more)
 
 
 def evaluated(*values, task="math", k=8, every=10):
@@ -173,7 +174,7 @@ def three(tmp_path):
 
 
 def test_last_and_best_are_means_of_each_runs_own(tmp_path):
-    grpo, dapo = groups(three(tmp_path))
+    grpo, dapo = group_by_experiment(three(tmp_path))
     last, best = averages(grpo, "math")
     assert last == Average(pytest.approx(0.6), pytest.approx(math.sqrt(0.02)), 2)
     assert best == Average(pytest.approx(0.65), pytest.approx(math.sqrt(0.005)), 2)
@@ -237,7 +238,7 @@ def test_a_run_that_is_not_finished_is_marked(tmp_path):
 def test_two_tasks_have_two_columns_each(many):
     reader = Reader(report.page(many))
     assert [len(row) for row in reader.tables["results"][2:]] == [6] * 4
-    for row, group in zip(reader.tables["results"][2:], groups(many), strict=True):
+    for row, group in zip(reader.tables["results"][2:], group_by_experiment(many), strict=True):
         shown = [cell.lstrip("*") for cell in row[2:]]
         assert shown == [spread(a) for task in ("arithmetic", "countdown") for a in averages(group, task)]
     assert sum(cell.startswith("*") for row in reader.tables["results"] for cell in row) == 4
@@ -252,7 +253,7 @@ def test_seeds_are_grouped_and_other_settings_are_not(tmp_path):
         return run_of(tmp_path, name, config=config | {"log": {"view": name}})
 
     runs = [configured("a", 1e-3, 0), configured("b", 1e-3, 1, "cuda"), configured("c", 3e-3, 0)]
-    found = groups(runs)
+    found = group_by_experiment(runs)
     assert [(g.label, [r.name for r in g.runs]) for g in found] == [
         ("grpo, optim.lr 0.001", ["a", "b"]),
         ("grpo, optim.lr 0.003", ["c"]),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rpg.run import checkpoint
-from rpg.run.checkpoint import CheckpointError, found, load, prune, read, save, verify
+from rpg.run.checkpoint import CheckpointError, folders, load, prune, read, save, verify
 
 STATE = {"step": 3, "best": 0.1 + 0.2, "none": None, "tiny": 5e-324, "low": float("-inf"), "rng": [1, [2, 3]], "é": "ü"}
 
@@ -91,7 +91,7 @@ def test_tensors_of_every_kind(tmp_path):
 
 def test_the_newest_is_loaded(tmp_path):
     put(tmp_path, 9, 10, 1_000_000, 2)
-    assert list(found(tmp_path)) == [2, 9, 10, 1_000_000]
+    assert list(folders(tmp_path)) == [2, 9, 10, 1_000_000]
     assert load(tmp_path, never).step == 1_000_000
 
 
@@ -118,7 +118,7 @@ def test_a_state_that_is_not_json_is_the_callers_mistake(tmp_path):
     put(tmp_path, 1)
     with pytest.raises(TypeError, match="not JSON serializable"):
         save(tmp_path, 2, write_model, {}, {"x": object()})
-    assert list(found(tmp_path)) == [1]
+    assert list(folders(tmp_path)) == [1]
 
 
 # ---- damage
@@ -208,7 +208,7 @@ def test_half_written_folders_are_removed(tmp_path):
             shutil.copytree(tmp_path / "step-000001", tmp_path / name)
         clean()
         assert hidden(tmp_path) == []
-    assert list(found(tmp_path)) == [1, 2]
+    assert list(folders(tmp_path)) == [1, 2]
 
 
 def test_killed_between_the_two_renames_of_a_replacement(tmp_path):
@@ -244,7 +244,7 @@ def test_what_write_model_raises_comes_through(tmp_path, error):
     with pytest.raises(type(error)):
         save(tmp_path, 2, fail, {}, {})
     assert hidden(tmp_path) == []
-    assert list(found(tmp_path)) == [1]
+    assert list(folders(tmp_path)) == [1]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def fail_for_real(root, reason, preexec=None):
     last = f"the last checkpoint is step 1 in {root / 'step-000001'}"
     assert first is None
     assert failures == [f"{reason}: cannot write {root / 'step-000002'}; {last}"] * 3
-    assert list(found(root)) == [1]
+    assert list(folders(root)) == [1]
     assert hidden(root) == []
     assert verify(root / "step-000001") is None
 
@@ -401,7 +401,7 @@ def test_kill_9_in_the_middle_of_saves(tmp_path):
             assert saved.state == {"step": saved.step}
             assert torch.equal(saved.tensors("optimizer")["a"], torch.full((50_000,), float(saved.step)))
             assert (saved.model_folder / "2.bin").read_bytes() == bytes([saved.step % 256]) * 100_000
-            assert 1 in found(tmp_path)
+            assert 1 in folders(tmp_path)
             seen = saved.step
         server.stdin.close()
     assert midway >= 5  # else the kills came at the wrong moments to show anything
@@ -413,11 +413,11 @@ def test_kill_9_in_the_middle_of_saves(tmp_path):
 def test_prune(tmp_path):
     put(tmp_path, 1, 2, 3, 4, 5)
     prune(tmp_path, 2, best=2)
-    assert list(found(tmp_path)) == [2, 4, 5]
+    assert list(folders(tmp_path)) == [2, 4, 5]
     prune(tmp_path, 2, best=5)
-    assert list(found(tmp_path)) == [4, 5]
+    assert list(folders(tmp_path)) == [4, 5]
     prune(tmp_path, 3, best=None)
-    assert list(found(tmp_path)) == [4, 5]
+    assert list(folders(tmp_path)) == [4, 5]
     assert hidden(tmp_path) == []
     assert load(tmp_path, never).step == 5
 

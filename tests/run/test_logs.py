@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpg.run import logs
+from rpg.run import trackers
 from rpg.run.config import LogConfig
 from rpg.run.logs import LogError, MetricsFile, RunLogs, encode, write_summary
 
@@ -129,7 +129,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(LogError, match=r"cannot write .*metrics\.jsonl\.new: No space left on device"):
+    with pytest.raises(LogError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
         file.truncate_after(0)
     assert file.path.read_bytes() == before
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -243,7 +243,7 @@ def test_tensorboard_shows_responses_of_evaluations(tmp_path: Path) -> None:
         to.samples(5, [sample(5, "train"), *[sample(5, "eval")] * 9])
     read = events(tmp_path)
     tags = [tag for tag in read.Tags()["tensors"] if tag.startswith("samples/")]
-    assert len(tags) == logs.TEXTS
+    assert len(tags) == trackers.TEXTS
     text = read.Tensors(tags[0])[0].tensor_proto.string_val[0].decode()
     assert "    2+2\n    =" in text
     assert "    `4`" in text
@@ -379,5 +379,5 @@ def test_wandb_without_a_key_is_told_at_once(tmp_path: Path) -> None:
     env = {"WANDB_MODE": "online", "WANDB_CONFIG_DIR": str(tmp_path), "HOME": str(tmp_path), "WANDB_API_KEY": ""}
     done = run("wandb", tmp_path / "run", 0, 1, "new", env)
     assert done.stderr.strip().splitlines()[-1] == (
-        "rpg.run.logs.SetupError: log.wandb: no API key; run `wandb login`, or set WANDB_MODE=offline"
+        "rpg.run.trackers.SetupError: log.wandb: no API key; run `wandb login`, or set WANDB_MODE=offline"
     )

@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -352,16 +352,3 @@ def test_yaml_round_trips_exactly(tmp_path, config):
     file.write_text(settings.to_yaml(config), encoding="utf-8", newline="")
     again = settings.build(Config, file=file)
     assert again == config
-    assert settings.differences(again, config) == {}
-
-
-def test_differences():
-    a = Config(loss={"beta": 1, "same": 2})
-    b = replace(a, steps=3, loss={"same": 2, "high": None}, optim=OptimConfig(betas=(0.9, 0.99)))
-    assert settings.differences(a, a) == {}
-    assert settings.differences(a, b) == {
-        "loss.beta": (1, None),
-        "steps": (50, 3),
-        "optim.betas": ((0.9, 0.95), (0.9, 0.99)),
-        "loss.high": (None, None),
-    }

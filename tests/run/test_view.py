@@ -20,8 +20,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rpg.run.figures import Clock, clock, number, sparkline
-from rpg.run.panel import Panel
+from rpg.console import clock, number
+from rpg.run.panel import Panel, sparkline
+from rpg.run.progress import StepTimer
 from rpg.run.view import LiveView, PlainView, make_view
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -384,7 +385,7 @@ def test_where_auto_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_time_left_ignores_one_slow_step_and_counts_evaluations() -> None:
-    timer = Clock(60)
+    timer = StepTimer(60)
     now = timer.last
     timer.step({"step": 0, "eval/a/mean@8": 0.1, "time/eval": 4.0}, now := now + 4)
     for step in range(1, 21):
@@ -393,7 +394,7 @@ def test_time_left_ignores_one_slow_step_and_counts_evaluations() -> None:
         timer.step({"step": step, **evaluated}, now)
     assert timer.left(now) == pytest.approx(40 * 1.0 + 4 * 4.0)
     assert timer.left(now + 6) == pytest.approx(50.0)
-    assert Clock(5).left() is None
+    assert StepTimer(5).left() is None
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,16 @@ from typing import Any
 from ..loss.methods import Algorithm
 from ..loss.policy_loss import PolicyLoss
 from .measure import Measurement, Subject, measure, observe
-from .problem import SCENARIOS, Batch, Problem
+from .problem import SCENARIOS, EnumeratedBatch, Problem
 from .subjects import resolve
 
 __all__ = [
     "SCENARIOS",
     "Audit",
-    "Batch",
+    "AuditRow",
+    "EnumeratedBatch",
     "Measurement",
     "Problem",
-    "Row",
     "Subject",
     "check",
     "measure",
@@ -35,7 +35,7 @@ OBJECTIVES = ("token", "sequence")
 
 
 @dataclass(frozen=True)
-class Row:
+class AuditRow:
     """One subject in one setting: medians over all seeds (the tails are heavy), and the worst bias."""
 
     name: str
@@ -59,13 +59,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Audit:
-    rows: list[Row]
+    rows: list[AuditRow]
     seeds: int
     beta: float
     drift: float
     messages: list[str]
 
-    def select(self, **wanted: object) -> list[Row]:
+    def select(self, **wanted: object) -> list[AuditRow]:
         return [r for r in self.rows if all(getattr(r, k) == v for k, v in wanted.items())]
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,12 +105,13 @@ def run(
     for subject in subjects:
         progress(subject.name)
         for (scenario, variable), instances in problems.items():
-            seen = [observe(subject, problem) for problem in instances]
+            observations = [observe(subject, problem) for problem in instances]
             for objective in dict.fromkeys((subject.objective, *OBJECTIVES)):
-                found = [measure(subject, p, objective, s) for p, s in zip(instances, seen, strict=True)]
-                typical = {f.name: _median(getattr(m, f.name) for m in found) for f in fields(Measurement)}
+                pairs = zip(instances, observations, strict=True)
+                measured = [measure(subject, problem, objective, seen) for problem, seen in pairs]
+                typical = {f.name: _median(getattr(m, f.name) for m in measured) for f in fields(Measurement)}
                 rows.append(
-                    Row(
+                    AuditRow(
                         name=subject.name,
                         source=subject.source,
                         note=subject.note,
@@ -119,7 +120,7 @@ def run(
                         own=objective == subject.objective,
                         scenario=scenario,
                         lengths="variable" if variable else "fixed",
-                        worst_bias=max(m.bias for m in found),
+                        worst_bias=max(m.bias for m in measured),
                         **typical,  # type: ignore[arg-type]
                     )
                 )
@@ -127,5 +128,5 @@ def run(
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return median(known) if known else None
+    numbers = [v for v in values if v is not None]
+    return median(numbers) if numbers else None

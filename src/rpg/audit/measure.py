@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .problem import Batch, Problem
+from .problem import EnumeratedBatch, Problem
 
-Coefficients = Callable[[Batch, float], Tensor]
+Coefficients = Callable[[EnumeratedBatch, float], Tensor]
 
 
 @dataclass(frozen=True)

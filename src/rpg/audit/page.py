@@ -8,6 +8,7 @@ from dataclasses import fields
 from html import escape
 from pathlib import Path
 
+from ..console import percent_two_digits, tag, two_digits, unbroken
 from . import SCENARIOS, Problem
 from .summary import (
     LENGTHS,
@@ -15,24 +16,22 @@ from .summary import (
     RIGHT_WHERE,
     SHORT,
     THREE_POLICIES,
-    Group,
+    AuditReport,
+    Library,
     Line,
-    Report,
+    bias_text,
     finding,
     grade,
     is_right,
     kl_finding,
     merge,
-    share,
-    size,
-    two_digits,
 )
 
 Scale = Callable[[float], float]  # a value -> its place on a strip, in percent
 LENGTH_NAMES = {"fixed": "fixed lengths", "variable": "variable lengths"}
 
 
-def html(report: Report) -> str:
+def html(report: AuditReport) -> str:
     title = headline(report)
     sections = [kl_section(report), lengths_section(report), variance_section(report), method_section(report)]
     body = [
@@ -50,25 +49,10 @@ def html(report: Report) -> str:
     return "<!doctype html>\n" + tag("html", head, tag("body", *body), lang="en") + "\n"
 
 
-def tag(name: str, *inside: str, **attributes: object) -> str:
-    """An element; attributes are escaped, what is inside is HTML already. ``class_`` is class, ``a_b`` is a-b."""
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    return f"<{name}{written}>{''.join(inside)}</{name}>"
-
-
-def unbroken(text: str) -> str:
-    """Escaped, with numbers that stay on one line."""
-    return escape(text.replace(" %", "\u00a0%").replace("–", "\u2060–\u2060"))
-
-
 # ---- the top ---------------------------------------------------------------------------------------------------------
 
 
-def headline(report: Report) -> str:
+def headline(report: AuditReport) -> str:
     total = len(report.lines)
     wrong = sum(line.right_where != "everywhere" for line in report.lines)
     if total == 1:
@@ -78,18 +62,22 @@ def headline(report: Report) -> str:
     return f"{total - wrong} of {total} policy-gradient losses have the exact gradient"
 
 
-def _header(report: Report, title: str) -> list[str]:
+def _header(report: AuditReport, title: str) -> list[str]:
     lede = tag("p", escape(finding(report)), class_="lede") if len(report.lines) > 1 else ""
     kicker = tag("p", f"rpg audit · {report.date}", class_="kicker")
-    cards = tag("ul", *map(_card, report.groups), class_="cards")
+    cards = tag("ul", *map(_card, report.libraries), class_="cards")
     return [tag("header", kicker, tag("h1", escape(title)), lede, cards)]
 
 
-def _card(group: Group) -> str:
-    right = sum(line.right_where == "everywhere" for line in group.lines)
-    count = tag("strong", f"{right} ", tag("small", f"of {len(group.lines)}"))
+def _card(library: Library) -> str:
+    right = sum(line.right_where == "everywhere" for line in library.lines)
+    count = tag("strong", f"{right} ", tag("small", f"of {len(library.lines)}"))
     return tag(
-        "li", tag("h3", escape(group.heading)), count, "right in every setting", tag("p", unbroken(kl_finding(group)))
+        "li",
+        tag("h3", escape(library.heading)),
+        count,
+        "right in every setting",
+        tag("p", unbroken(kl_finding(library))),
     )
 
 
@@ -140,7 +128,7 @@ def pair_strip(before: float, after: float, scale: Scale, ticks: Sequence[tuple[
     link = f'<line class="link" x1="{a:.2f}%" x2="{b:.2f}%" y1="50%" y2="50%"/>'
     ring = f'<circle class="hollow {grade(before)}" cx="{a:.2f}%" cy="50%" r="6.5"/>'
     dot = f'<circle class="{grade(after)}" cx="{b:.2f}%" cy="50%" r="3.6"/>'
-    label = escape(f"{size(before)}, then {size(after)}")
+    label = escape(f"{bias_text(before)}, then {bias_text(after)}")
     return f'<svg class="strip" role="img" aria-label="{label}">{_grid(scale, ticks)}{link}{ring}{dot}</svg>'
 
 
@@ -164,28 +152,28 @@ def _scenario_heads() -> str:
     return "".join(tag("th", tag("b", escape(s)), escape(text), scope="col") for s, text in SCENARIOS.items())
 
 
-def _group_row(group: Group, columns: int, remark: str = "") -> str:
+def _library_row(library: Library, columns: int, remark: str = "") -> str:
     small = " " + tag("small", unbroken(remark)) if remark else ""
-    return tag("tr", tag("th", escape(group.heading), small, colspan=columns, scope="rowgroup"))
+    return tag("tr", tag("th", escape(library.heading), small, colspan=columns, scope="rowgroup"))
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-def kl_section(report: Report) -> str:
-    groups = [group for group in report.groups if any(line.kl_bias() is not None for line in group.lines)]
-    if not groups:
+def kl_section(report: AuditReport) -> str:
+    libraries = [library for library in report.libraries if any(line.kl_bias() is not None for line in library.lines)]
+    if not libraries:
         return ""
 
     def cell(bias: float | None) -> str:
         if bias is None:
             return tag("td", tag("span", "–", class_="absent-mark"))
-        return tag("td", dot_strip(bias, size(bias), grade(bias), BIAS, BIAS_TICKS))
+        return tag("td", dot_strip(bias, bias_text(bias), grade(bias), BIAS, BIAS_TICKS))
 
     bodies = []
-    for group in groups:
-        rows = [_group_row(group, 4, kl_finding(group))]
-        for label, line in merge(group.with_kl, lambda line: tuple(line.kl_bias(s) for s in SCENARIOS)):
+    for library in libraries:
+        rows = [_library_row(library, 4, kl_finding(library))]
+        for label, line in merge(library.with_kl, lambda line: tuple(line.kl_bias(s) for s in SCENARIOS)):
             cells = (cell(line.kl_bias(s)) for s in SCENARIOS)
             rows.append(tag("tr", tag("th", escape(label), scope="row"), *cells))
         bodies.append(tag("tbody", *rows, class_="group"))
@@ -211,13 +199,13 @@ def kl_section(report: Report) -> str:
     )
 
 
-def lengths_section(report: Report) -> str:
+def lengths_section(report: AuditReport) -> str:
     bodies = []
-    for group in report.groups:
-        rows = [_group_row(group, 3)]
-        for label, line in merge(group.lines, lambda line: tuple(line.bias(ON_POLICY, n) for n in LENGTHS)):
+    for library in report.libraries:
+        rows = [_library_row(library, 3)]
+        for label, line in merge(library.lines, lambda line: tuple(line.bias(ON_POLICY, n) for n in LENGTHS)):
             fixed, variable = (line.bias(ON_POLICY, n) for n in LENGTHS)
-            numbers = tag("td", f"{size(fixed)} → {size(variable)}", class_="number")
+            numbers = tag("td", f"{bias_text(fixed)} → {bias_text(variable)}", class_="number")
             strip = tag("td", pair_strip(fixed, variable, BIAS, BIAS_TICKS))
             rows.append(tag("tr", tag("th", escape(label), scope="row"), strip, numbers))
         bodies.append(tag("tbody", *rows, class_="group"))
@@ -243,12 +231,12 @@ def lengths_section(report: Report) -> str:
     )
 
 
-def variance_section(report: Report) -> str:
+def variance_section(report: AuditReport) -> str:
     """Unbiased token-level losses of rpg, one row per divergence: what is left to choose by."""
     chosen: dict[str, Line] = {}
     for line in report.lines:
-        own = line.subject.source.startswith("rpg") and line.subject.objective == "token" and line.has_kl
-        if own and line.right_where == "everywhere":
+        ours = line.subject.source.startswith("rpg") and line.subject.objective == "token" and line.has_kl
+        if ours and line.right_where == "everywhere":
             chosen.setdefault(line.subject.divergence, line)
     if len(chosen) < 2:
         return ""
@@ -260,8 +248,8 @@ def variance_section(report: Report) -> str:
     for lengths in LENGTHS:
         rows = [tag("tr", tag("th", LENGTH_NAMES[lengths].capitalize(), colspan=4, scope="rowgroup"))]
         for divergence, line in chosen.items():
-            found = (line.row(s, lengths).kl_variance or 0.0 for s in SCENARIOS)
-            cells = (tag("td", dot_strip(v, two_digits(v), "plain", scale, ticks)) for v in found)
+            variances = (line.row(s, lengths).kl_variance or 0.0 for s in SCENARIOS)
+            cells = (tag("td", dot_strip(v, two_digits(v), "plain", scale, ticks)) for v in variances)
             rows.append(tag("tr", tag("th", escape(divergence), scope="row"), *cells))
         bodies.append(tag("tbody", *rows, class_="group"))
     head = tag("thead", tag("tr", tag("th"), _scenario_heads()))
@@ -286,7 +274,7 @@ def variance_section(report: Report) -> str:
     )
 
 
-def method_section(report: Report) -> str:
+def method_section(report: AuditReport) -> str:
     default = {f.name: f.default for f in fields(Problem)}
     scenarios = "; ".join(f"{name} ({text})" for name, text in SCENARIOS.items())
     sentences = (
@@ -317,10 +305,10 @@ KEY = {
 
 
 def _bias_cell(bias: float | None, first: bool = False) -> str:
-    return tag("td", data(bias, size(bias)), class_=grade(bias) + (" gap" if first else ""))
+    return tag("td", data(bias, bias_text(bias)), class_=grade(bias) + (" gap" if first else ""))
 
 
-def table_section(report: Report) -> str:
+def table_section(report: AuditReport) -> str:
     over = "".join(
         tag("th", text, colspan=3, class_="three", scope="colgroup") for text in ("fixed lengths", "variable lengths")
     )
@@ -329,9 +317,9 @@ def table_section(report: Report) -> str:
     columns = [*SHORT.values(), *SHORT.values(), SHORT[THREE_POLICIES]]
     head = tag("thead", top, tag("tr", names, *(tag("th", escape(text), scope="col") for text in columns)))
     bodies = []
-    for group in report.groups:
-        rows = [_group_row(group, 10)]
-        for line in group.lines:
+    for library in report.libraries:
+        rows = [_library_row(library, 10)]
+        for line in library.lines:
             biases = [(line.bias(s, n), i == 0) for n in LENGTHS for i, s in enumerate(SCENARIOS)]
             where = line.right_where
             rows.append(
@@ -367,21 +355,21 @@ def table_section(report: Report) -> str:
     )
 
 
-def details(report: Report) -> str:
+def details(report: AuditReport) -> str:
     titles = ("loss", "vs. sequence", "cosine", "variance", "cut", "left", "clipped bias", "type", "setting")
     head = tag("thead", tag("tr", *(tag("th", title, scope="col") for title in titles)))
     bodies = []
-    for group in report.groups:
-        rows = [_group_row(group, len(titles))]
-        for line in group.lines:
-            own, sequence = line.row(THREE_POLICIES), line.row(THREE_POLICIES, objective="sequence")
+    for library in report.libraries:
+        rows = [_library_row(library, len(titles))]
+        for line in library.lines:
+            row, sequence = line.row(THREE_POLICIES), line.row(THREE_POLICIES, objective="sequence")
             cells = (
-                data(sequence.bias, size(sequence.bias)),
-                data(own.cosine, f"{own.cosine:.3f}"),
-                data(own.variance, two_digits(own.variance)),
-                data(own.cut, share(own.cut)),
-                data(own.left, share(own.left)),
-                data(own.clipped_bias, size(own.clipped_bias)),
+                data(sequence.bias, bias_text(sequence.bias)),
+                data(row.cosine, f"{row.cosine:.3f}"),
+                data(row.variance, two_digits(row.variance)),
+                data(row.cut, percent_two_digits(row.cut)),
+                data(row.left, percent_two_digits(row.left)),
+                data(row.clipped_bias, bias_text(row.clipped_bias)),
                 line.dtype,
             )
             note = tag("td", escape(line.subject.note), class_="note")
@@ -400,7 +388,7 @@ def details(report: Report) -> str:
     )
 
 
-def _footer(report: Report) -> str:
+def _footer(report: AuditReport) -> str:
     audit = report.audit
     facts = {
         "versions": report.version_text,

@@ -15,56 +15,32 @@ import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rpg.audit import verl_worker
-from rpg.audit.verl_worker import WIDE
-
-if TYPE_CHECKING:
-    from rpg.audit.problem import Batch
+from . import verl_worker
+from .measure import Subject
+from .problem import EnumeratedBatch
+from .verl_worker import WIDE
 
 _INSTALL = "pip install 'rpg-rl[audit]'"
 _LENGTH = "1/|y| remains"
 
-Coefficients = Callable[["Batch", float], Tensor]
-Run = Callable[[bool, "Batch", float], Tensor]  # (clip, batch, beta) -> c_NT
+RunLoss = Callable[[bool, EnumeratedBatch, float], Tensor]  # (clip, batch, beta) -> c_NT, 0 where masked
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One loss of one library under one setting."""
-
-    name: str
-    source: str  # the package and the version found installed
-    divergence: str  # the divergence its objective claims to subtract: "rkl", or "none"
-    note: str  # the setting, and anything in the coefficients that is not the loss's textbook form
-    dtype: torch.dtype  # what the peer computes in; results are returned as float64 regardless
-    coefficients: Coefficients  # (batch, beta) -> c_NT with every clip bound out of the way; 0 where masked
-    clipped: Coefficients | None  # the same under the peer's default clip bounds; None if the loss has no clip bound
-
-    @property
-    def objective(self) -> str:
-        """The objective that the peer's importance weights are exact for, where they are exact at all."""
-        if "gspo" in self.name or "geo_mean" in self.name:
-            return "geometric" if self.divergence == "none" else "geometric, token KL"
-        whole = "rloo" in self.name or ("vespo" in self.name and self.divergence == "none")  # its KL is per token
-        return "sequence" if whole else "token"
-
-
-def peers(verl_python: str | None = None) -> tuple[list[Peer], list[str]]:
+def peers(verl_python: str | None = None) -> tuple[list[Subject], list[str]]:
     """Every row that can be run from here, and one line for each library that cannot.
 
     verl cannot be installed beside current TRL. If this interpreter does not have it, the interpreter `verl_python`
     (or, failing that, the one named by the environment variable RPG_VERL_PYTHON) runs it as a child process.
     """
-    rows: list[Peer] = []
+    rows: list[Subject] = []
     messages: list[str] = []
     verl_rows = functools.partial(_verl_rows, verl_python or os.environ.get("RPG_VERL_PYTHON"))
     for package, find in (("trl", _trl_rows), ("liger-kernel", _liger_rows), ("verl", verl_rows)):
@@ -94,16 +70,28 @@ def _finite(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
     return torch.where(mask_NT, values_NT, 0.0).detach()
 
 
-def _peer(source: str, name: str, kl: bool, notes: tuple[str, ...], dtype: torch.dtype, run: Run, clips: bool) -> Peer:
-    return Peer(
+def _subject(
+    source: str, name: str, kl: bool, notes: tuple[str, ...], dtype: torch.dtype, run: RunLoss, clips: bool
+) -> Subject:
+    divergence = "rkl" if kl else "none"
+    return Subject(
         name=name,
         source=source,
-        divergence="rkl" if kl else "none",
+        divergence=divergence,
+        objective=_objective(name, divergence),
         note="; ".join(note for note in notes if note),
         dtype=dtype,
         coefficients=functools.partial(run, False),
         clipped=functools.partial(run, True) if clips else None,
     )
+
+
+def _objective(name: str, divergence: str) -> str:
+    """The objective that the peer's importance weights are exact for, where they are exact at all."""
+    if "gspo" in name or "geo_mean" in name:
+        return "geometric" if divergence == "none" else "geometric, token KL"
+    whole = "rloo" in name or ("vespo" in name and divergence == "none")  # its KL is per token
+    return "sequence" if whole else "token"
 
 
 # --- settings that TRL and Liger share ---------------------------------------------------------------------------
@@ -119,7 +107,7 @@ class _Loss(NamedTuple):
     note: str = ""
 
 
-def _denominator(loss: _Loss, batch: Batch, max_completion_length: int) -> int:
+def _denominator(loss: _Loss, batch: EnumeratedBatch, max_completion_length: int) -> int:
     """The global denominator that this loss type divides by."""
     if loss.loss_type in ("grpo", "sapo"):
         return len(batch.mask_NT)
@@ -154,7 +142,7 @@ def _variants(default: bool) -> Iterator[tuple[_Loss, str, bool | None, str]]:
 # --- TRL ---------------------------------------------------------------------------------------------------------
 
 
-def _trl_rows() -> list[Peer]:
+def _trl_rows() -> list[Subject]:
     source = _installed("trl")
     from trl import GRPOConfig, RLOOConfig
 
@@ -162,12 +150,12 @@ def _trl_rows() -> list[Peer]:
     for loss, suffix, correction, kl_note in _variants(_field_defaults(GRPOConfig).use_bias_correction_kl):
         run = functools.partial(_trl_grpo, loss, correction)
         name, notes = f"trl {loss.name}{suffix}", (kl_note, loss.note)
-        rows.append(_peer(source, name, correction is not None, notes, torch.float64, run, loss.clips))
+        rows.append(_subject(source, name, correction is not None, notes, torch.float64, run, loss.clips))
     # RLOOTrainer subtracts its KL from the reward, in the middle of the method that also generates and scores, and so
     # out of reach of a batch made elsewhere: only its policy loss is audited.
     beta = _field_defaults(RLOOConfig).beta
     notes = ("ratio of whole sequences", f"its KL (beta={beta} by default) is in the reward, not run here")
-    rows.append(_peer(source, "trl rloo (no KL)", False, notes, torch.float64, _trl_rloo, True))
+    rows.append(_subject(source, "trl rloo (no KL)", False, notes, torch.float64, _trl_rloo, True))
     return rows
 
 
@@ -205,7 +193,7 @@ def _trl_trainer(trainer_class: type[Any], args: SimpleNamespace, clip: bool, lo
     return trainer
 
 
-def _trl_inputs(batch: Batch) -> dict[str, Tensor]:
+def _trl_inputs(batch: EnumeratedBatch) -> dict[str, Tensor]:
     prompt_N1 = torch.zeros(len(batch.tokens_NT), 1, dtype=torch.long)
     return {
         "prompt_ids": prompt_N1,
@@ -217,7 +205,7 @@ def _trl_inputs(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def _trl_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: Batch, beta: float) -> Tensor:
+def _trl_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: EnumeratedBatch, beta: float) -> Tensor:
     from trl import GRPOConfig, GRPOTrainer
 
     logp_NT = _finite(batch.logp_NT, batch.mask_NT).requires_grad_()
@@ -232,7 +220,7 @@ def _trl_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: Batch, be
     return grad_NT * _denominator(loss, batch, args.max_completion_length)
 
 
-def _trl_rloo(clip: bool, batch: Batch, beta: float) -> Tensor:
+def _trl_rloo(clip: bool, batch: EnumeratedBatch, beta: float) -> Tensor:
     from trl import RLOOConfig, RLOOTrainer
 
     logp_NT = _finite(batch.logp_NT, batch.mask_NT).requires_grad_()
@@ -245,7 +233,7 @@ def _trl_rloo(clip: bool, batch: Batch, beta: float) -> Tensor:
 # --- Liger -------------------------------------------------------------------------------------------------------
 
 
-def _liger_rows() -> list[Peer]:
+def _liger_rows() -> list[Subject]:
     """The chunked loss. Liger's Triton kernel of the same loss needs a GPU and is left out."""
     source = _installed("liger-kernel")
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -255,11 +243,11 @@ def _liger_rows() -> list[Peer]:
         run = functools.partial(_liger_grpo, loss, correction)
         kl = correction is not None
         notes = (kl_note, loss.note, "computes in float32")
-        rows.append(_peer(source, f"liger {loss.name}{suffix}", kl, notes, torch.float32, run, loss.clips))
+        rows.append(_subject(source, f"liger {loss.name}{suffix}", kl, notes, torch.float32, run, loss.clips))
     return rows
 
 
-def _liger_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: Batch, beta: float) -> Tensor:
+def _liger_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: EnumeratedBatch, beta: float) -> Tensor:
     """Liger takes hidden states and an output head, not log-probabilities: the head is the identity, so the hidden
     states are the logits, and the gradient on them is c (e_a - pi), from which c is projected out.
 
@@ -332,23 +320,25 @@ _VERL_LOSSES = (
 )
 
 
-def _verl_rows(python: str | None) -> list[Peer]:
+def _verl_rows(python: str | None) -> list[Subject]:
     """verl's actor loss end to end, through `verl_worker`. Its other KL, use_kl_in_reward, is no part of the loss."""
-    ask, found = _verl_service(python)
-    source, default_mode = f"verl {found['version']}", found["defaults"]["loss_agg_mode"]
+    ask, hello = _verl_service(python)
+    source, defaults = f"verl {hello['version']}", hello["defaults"]
     rows = []
     for loss in _VERL_LOSSES:
-        kl_types = tuple(_KL_NOTES) if loss.name == "vanilla" else (found["defaults"]["kl_loss_type"],)
-        mode = f"loss_agg_mode={loss.loss_agg_mode or f'{default_mode} (default)'}"
+        kl_types = tuple(_KL_NOTES) if loss.name == "vanilla" else (defaults["kl_loss_type"],)
+        mode = f"loss_agg_mode={loss.loss_agg_mode or defaults['loss_agg_mode'] + ' (default)'}"
         for kl_type in (*kl_types, None):
             run = functools.partial(_verl_coefficients, ask, loss, kl_type)
-            kl = "" if kl_type is None else _KL_NOTES.get(kl_type, kl_type)
+            notes = ("" if kl_type is None else _KL_NOTES.get(kl_type, kl_type), mode, loss.note)
             name = f"verl {loss.name} (no KL)" if kl_type is None else f"verl {loss.name} + {kl_type}"
-            rows.append(_peer(source, name, kl_type is not None, (kl, mode, loss.note), torch.float64, run, loss.clips))
+            rows.append(_subject(source, name, kl_type is not None, notes, torch.float64, run, loss.clips))
     return rows
 
 
-def _verl_coefficients(ask: Ask, loss: _VerlLoss, kl_type: str | None, clip: bool, batch: Batch, beta: float) -> Tensor:
+def _verl_coefficients(
+    ask: Ask, loss: _VerlLoss, kl_type: str | None, clip: bool, batch: EnumeratedBatch, beta: float
+) -> Tensor:
     request: dict[str, Any] = {"op": "coefficients", "loss_mode": loss.loss_mode, "loss_agg_mode": loss.loss_agg_mode}
     request |= {"kl_loss_type": kl_type, "beta": beta, "clip": clip}
     request |= {"advantages": batch.advantages_N.tolist(), "mask": batch.mask_NT.tolist()}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-from .summary import THREE_POLICIES, Group, Line, Report, grade, is_right, joined_labels, span
+from .summary import THREE_POLICIES, AuditReport, Library, Line, grade, is_right, joined_labels, span
 
 WIDTH, LEFT, RIGHT_EDGE = 860, 128, 836
 TOP, LANE, BOTTOM = 92, 74, 34
@@ -18,10 +18,10 @@ INK, MUTED, RULE, CARD = "#1c1f23", "#5f6770", "#e4e4dd", "#fdfdfb"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def svg(report: Report) -> str:
-    groups = [group for group in report.groups if group.with_kl]
-    height = TOP + LANE * max(1, len(groups)) + BOTTOM
-    parts = [
+def svg(report: AuditReport) -> str:
+    libraries = [library for library in report.libraries if library.with_kl]
+    height = TOP + LANE * max(1, len(libraries)) + BOTTOM
+    lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="system-ui, -apple-system, \'Segoe UI\', Roboto, Helvetica, Arial, sans-serif" role="img">',
         "<title>Relative bias of the KL-regularised gradient, off-policy, by library</title>",
@@ -36,16 +36,16 @@ def svg(report: Report) -> str:
         ),
         *_axis(height),
     ]
-    pitch = fitting_pitch(groups)
-    for i, group in enumerate(groups):
-        parts += _lane(group, TOP + LANE * i, pitch)
-    if not groups:
-        parts.append(_text(WIDTH / 2, TOP + LANE / 2, "no audited loss has a KL term", 13, MUTED, "middle"))
+    pitch = fitting_pitch(libraries)
+    for i, library in enumerate(libraries):
+        lines += _lane(library, TOP + LANE * i, pitch)
+    if not libraries:
+        lines.append(_text(WIDTH / 2, TOP + LANE / 2, "no audited loss has a KL term", 13, MUTED, "middle"))
     foot = (
         f"Each dot is one loss, its own code on enumerated responses of equal length, clip bounds opened. {report.date}"
     )
-    parts += [_text(24, height - 12, foot, 11, MUTED), "</svg>"]
-    return "\n".join(parts) + "\n"
+    lines += [_text(24, height - 12, foot, 11, MUTED), "</svg>"]
+    return "\n".join(lines) + "\n"
 
 
 def place(bias: float) -> float:
@@ -63,21 +63,21 @@ def _axis(height: int) -> Iterable[str]:
         yield _text(x, TOP - 14, label, 11, MUTED, "middle")
 
 
-def _lane(group: Group, y: float, pitch: float) -> Iterable[str]:
-    right = [line for line in group.with_kl if is_right(_bias(line))]
-    wrong = [line for line in group.with_kl if not is_right(_bias(line))]
+def _lane(library: Library, y: float, pitch: float) -> Iterable[str]:
+    right = [line for line in library.with_kl if is_right(_bias(line))]
+    wrong = [line for line in library.with_kl if not is_right(_bias(line))]
     yield f'<line x1="24" x2="{RIGHT_EDGE}" y1="{y:.1f}" y2="{y:.1f}" stroke="{RULE}"/>'
-    yield _text(24, y + (24 if wrong else 32), group.title, 14, INK, weight=600)
+    yield _text(24, y + (24 if wrong else 32), library.title, 14, INK, weight=600)
     yield _text(
         24,
         y + (42 if wrong else 50),
-        f"{len(right)} of {len(group.with_kl)} right",
+        f"{len(right)} of {len(library.with_kl)} right",
         12,
         COLOURS["exact"] if right else MUTED,
     )
     if wrong:
         yield _text(24, y + 58, f"others {span([_bias(line) for line in wrong])} off", 12, COLOURS["large"])
-    for line, x, offset in swarm(group.with_kl, pitch):
+    for line, x, offset in swarm(library.with_kl, pitch):
         colour = COLOURS[grade(_bias(line))]
         title = f"<title>{escape(line.name)}: {_bias(line):.2g}</title>"
         centre = f'cx="{x:.1f}" cy="{y + LANE / 2 + offset:.1f}"'
@@ -85,7 +85,7 @@ def _lane(group: Group, y: float, pitch: float) -> Iterable[str]:
     start = max((place(_bias(line)) for line in right), default=place(LOWEST)) + 12
     end = min((place(_bias(line)) for line in wrong), default=float(RIGHT_EDGE)) - 12
     above = wrap(joined_labels(right), end - start, 2 if wrong else 4)
-    published = "as published: " if wrong and group.source.startswith("rpg") else ""
+    published = "as published: " if wrong and library.source.startswith("rpg") else ""
     below = wrap(published + joined_labels(wrong), end - start, 4 - len(above)) if wrong else []
     first = y + LANE / 2 + 4 - 7.5 * (len(above) + len(below) - 1)
     for i, text in enumerate(above):
@@ -109,11 +109,11 @@ def swarm(lines: list[Line], pitch: float) -> list[tuple[Line, float, float]]:
     return placed
 
 
-def fitting_pitch(groups: list[Group]) -> float:
+def fitting_pitch(libraries: list[Library]) -> float:
     """The widest that keeps every lane's dots inside it."""
     pitch = WIDEST_PITCH
     while pitch > 1:
-        reach = max((abs(offset) for g in groups for *_, offset in swarm(g.with_kl, pitch)), default=0.0)
+        reach = max((abs(offset) for g in libraries for *_, offset in swarm(g.with_kl, pitch)), default=0.0)
         if reach + pitch / 2 < LANE / 2 - 2:
             break
         pitch -= 0.2

@@ -21,7 +21,7 @@ SCENARIOS = {
 
 
 @dataclass(frozen=True)
-class Batch:
+class EnumeratedBatch:
     """Every response once, padded on the right; all log-probabilities detached."""
 
     tokens_NT: Tensor
@@ -109,9 +109,9 @@ class Problem:
         return self._draws[4]
 
     @cached_property
-    def batch(self) -> Batch:
+    def batch(self) -> EnumeratedBatch:
         _, theta, mu, ref, rewards_N = self._draws
-        return Batch(
+        return EnumeratedBatch(
             tokens_NT=self.tokens_NT,
             logits_NTV=self.logits_SV(theta)[self.state_NT],
             logp_NT=self.logp_NT(theta),

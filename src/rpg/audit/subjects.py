@@ -20,7 +20,7 @@ from ..loss.methods import Algorithm, algorithm, algorithms
 from ..loss.objective import DIVERGENCES
 from ..loss.policy_loss import PolicyLoss
 from .measure import Coefficients, Subject
-from .problem import Batch
+from .problem import EnumeratedBatch
 
 OBJECTIVE_OF_LEVEL = {"token": "token", "sequence": "sequence", "sequence-mean": "geometric"}
 
@@ -35,7 +35,7 @@ def unclipped(loss: PolicyLoss) -> PolicyLoss:
 
 def of_policy_loss(loss: PolicyLoss, name: str, source: str = "rpg") -> Subject:
     def coefficients(loss: PolicyLoss) -> Coefficients:
-        def compute(b: Batch, beta: float) -> Tensor:
+        def compute(b: EnumeratedBatch, beta: float) -> Tensor:
             logp_NT = b.logp_NT.clone().requires_grad_()
             # the control variate has zero mean over independent batches, of which an enumeration is none
             sized = loss.replace(beta=beta if loss.divergence != "none" else 0.0, control_variate=False)
@@ -65,13 +65,13 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
     Arguments are passed by name if the function names them so, else by position; ``beta`` is passed if it takes one.
     """
     parameters = inspect.signature(fn).parameters
-    known = ("logp", "old_logp", "advantages", "mask", "ref_logp")
+    names = ("logp", "old_logp", "advantages", "mask", "ref_logp")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    by_name = takes_any or all(k in parameters for k in known[:4])
+    by_name = takes_any or all(name in parameters for name in names[:4])
 
-    def compute(b: Batch, beta: float) -> Tensor:
+    def compute(b: EnumeratedBatch, beta: float) -> Tensor:
         logp_NT = b.logp_NT.clone().requires_grad_()
-        values = dict(zip(known, (logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT), strict=True))
+        values = dict(zip(names, (logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT), strict=True))
         extra = {"beta": beta} if "beta" in parameters else {}
         if by_name:
             out = fn(**{k: v for k, v in values.items() if k in parameters or takes_any}, **extra)
@@ -84,6 +84,13 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
         return c_NT
 
     return Subject(name, "user", divergence, objective, compute)
+
+
+def share_without_reward(subject: Subject, batch: EnumeratedBatch, beta: float) -> float:
+    """The share of tokens whose gradient stays the same when the rewards double: those that a clip cuts off."""
+    c_NT = subject.coefficients(batch, beta)
+    doubled_NT = subject.coefficients(replace(batch, advantages_N=2 * batch.advantages_N), beta)
+    return float((doubled_NT == c_NT)[batch.mask_NT].float().mean())
 
 
 def load(path: str) -> Any:
@@ -109,20 +116,20 @@ def load(path: str) -> Any:
 
 
 def resolve(
-    given: str | PolicyLoss | Algorithm | Callable[..., Any],
+    loss: str | PolicyLoss | Algorithm | Callable[..., Any],
     divergence: str | None = None,
     objective: str | None = None,
 ) -> Subject:
     """A subject from anything that can be audited; ``divergence`` and ``objective`` state what it should ascend."""
-    name = given if isinstance(given, str) else getattr(given, "__name__", getattr(given, "name", "PolicyLoss"))
-    target: Any = given
-    if isinstance(given, str):
-        if ":" in given:
-            target = load(given)
-        elif given in algorithms():
-            target = algorithm(given)
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", getattr(loss, "name", "PolicyLoss"))
+    target: Any = loss
+    if isinstance(loss, str):
+        if ":" in loss:
+            target = load(loss)
+        elif loss in algorithms():
+            target = algorithm(loss)
         else:
-            raise ValueError(choose("loss", given, algorithms()) + "; or an import path, package.module:name")
+            raise ValueError(choose("loss", loss, algorithms()) + "; or an import path, package.module:name")
     if isinstance(target, Algorithm):
         target = target.loss
     if isinstance(target, PolicyLoss):

@@ -11,7 +11,8 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-from . import SCENARIOS, Audit, Row, Subject
+from ..console import two_digits
+from . import SCENARIOS, Audit, AuditRow, Subject
 
 EXACT = 1e-10  # rounding of float64
 RIGHT = 1e-6  # rounding of float32: right as well, though not to the last digit
@@ -36,7 +37,7 @@ def is_right(bias: float | None) -> bool:
     return grade(bias) in ("exact", "rounding")
 
 
-def size(bias: float | None) -> str:
+def bias_text(bias: float | None) -> str:
     """A relative bias in words: exact, 1e-07, 6.7 %, 120 %."""
     if bias is None:
         return "–"
@@ -47,21 +48,8 @@ def size(bias: float | None) -> str:
     return f"{bias:.0e}" if bias < 1e-5 else f"{two_digits(100 * bias)} %"
 
 
-def share(x: float | None) -> str:
-    """A fraction in percent, zero included."""
-    if x is None or math.isnan(x):
-        return "–" if x is None else "nan"
-    return "0 %" if x < 5e-5 else f"{two_digits(100 * x)} %"
-
-
-def two_digits(x: float) -> str:
-    if x == 0 or not math.isfinite(x):
-        return f"{x:.0f}"
-    return f"{x:.{max(0, 1 - math.floor(math.log10(abs(x))))}f}"
-
-
 def span(values: Sequence[float]) -> str:
-    low, high = size(min(values)), size(max(values))
+    low, high = bias_text(min(values)), bias_text(max(values))
     if low == high:
         return low
     return f"{low.removesuffix(' %')}–{high}" if low.endswith("%") else f"{low} to {high}"
@@ -72,9 +60,9 @@ class Line:
     """One loss in every setting."""
 
     subject: Subject
-    rows: tuple[Row, ...]
+    rows: tuple[AuditRow, ...]
 
-    def row(self, scenario: str, lengths: str = "fixed", objective: str | None = None) -> Row:
+    def row(self, scenario: str, lengths: str = "fixed", objective: str | None = None) -> AuditRow:
         objective = objective or self.subject.objective
         return next(r for r in self.rows if (r.scenario, r.lengths, r.objective) == (scenario, lengths, objective))
 
@@ -107,7 +95,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The name without what the group's heading says already, and a file without its folder."""
+        """The name without what the library's heading says already, and a file without its folder."""
         first, _, rest = self.name.partition(" ")
         if rest and self.subject.source.startswith(first):
             return rest
@@ -149,7 +137,7 @@ def worst(values: Iterable[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Group:
+class Library:
     """The losses of one library."""
 
     source: str
@@ -157,8 +145,8 @@ class Group:
 
     @property
     def title(self) -> str:
-        library, _, number = self.source.partition(" ")
-        return f"{LIBRARIES.get(library, library)} {number}".strip()
+        package, _, number = self.source.partition(" ")
+        return f"{LIBRARIES.get(package, package)} {number}".strip()
 
     @property
     def dtype(self) -> str:
@@ -176,7 +164,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """An audit and how it was made."""
 
     audit: Audit
@@ -186,7 +174,7 @@ class Report:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, audit: Audit, subjects: Sequence[Subject], command: str) -> Report:
+    def of(cls, audit: Audit, subjects: Sequence[Subject], command: str) -> AuditReport:
         from .. import __version__
 
         versions = {"rpg": __version__, "torch": version("torch"), "python": platform.python_version()}
@@ -195,15 +183,15 @@ class Report:
 
     @cached_property
     def lines(self) -> list[Line]:
-        rows: dict[str, list[Row]] = {}
+        rows: dict[str, list[AuditRow]] = {}
         for row in self.audit.rows:
             rows.setdefault(row.name, []).append(row)
         return [Line(subject, tuple(rows[subject.name])) for subject in self.subjects]
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def libraries(self) -> list[Library]:
         sources = dict.fromkeys(line.subject.source for line in self.lines)
-        return [Group(s, [line for line in self.lines if line.subject.source == s]) for s in sources]
+        return [Library(s, [line for line in self.lines if line.subject.source == s]) for s in sources]
 
     @property
     def setup(self) -> str:
@@ -240,17 +228,17 @@ def _without_nan(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def finding(report: Report) -> str:
+def finding(report: AuditReport) -> str:
     """How many losses are exact, and what the others need for it."""
     total = len(report.lines)
-    counts = {where: sum(line.right_where == where for line in report.lines) for where in RIGHT_WHERE}
+    losses = {where: sum(line.right_where == where for line in report.lines) for where in RIGHT_WHERE}
     if total == 1:
         where = report.lines[0].right_where
         return f"{report.lines[0].label} has the exact gradient {RIGHT_WHERE[where]}."
-    if counts["everywhere"] == total:
+    if losses["everywhere"] == total:
         return f"All {total} losses have the exact gradient in every setting."
-    others = [f"{n} {_ONLY[where]}" for where, n in counts.items() if n and where != "everywhere"]
-    return f"{counts['everywhere']} of {total} losses have the exact gradient in every setting; {', '.join(others)}."
+    others = [f"{n} {_ONLY[where]}" for where, n in losses.items() if n and where != "everywhere"]
+    return f"{losses['everywhere']} of {total} losses have the exact gradient in every setting; {', '.join(others)}."
 
 
 _ONLY = {
@@ -262,9 +250,9 @@ _ONLY = {
 }
 
 
-def kl_finding(group: Group) -> str:
+def kl_finding(library: Library) -> str:
     """How many of a library's KL terms are right with three policies, and how far off the others are."""
-    biases = [b for line in group.with_kl if (b := line.kl_bias()) is not None]
+    biases = [b for line in library.with_kl if (b := line.kl_bias()) is not None]
     if not biases:
         return "no KL term"
     off = [b for b in biases if not is_right(b)]
@@ -276,7 +264,7 @@ def merge(lines: Iterable[Line], values: Callable[[Line], tuple[float | None, ..
     """Lines that cannot be told apart by ``values``, as (their labels together, the first of them)."""
     alike: dict[tuple[str, ...], list[Line]] = {}
     for line in lines:
-        key = tuple(grade(v) if is_right(v) else size(v) for v in values(line))
+        key = tuple(grade(v) if is_right(v) else bias_text(v) for v in values(line))
         alike.setdefault((line.subject.source, *key), []).append(line)
     return [(joined_labels(same), same[0]) for same in alike.values()]
 

@@ -12,16 +12,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..console import printed
+from ..console import percent_two_digits, printed, two_digits
 from . import SCENARIOS
-from .summary import EXACT, RIGHT_WHERE, SHORT, THREE_POLICIES, Line, Report, finding, grade, share, size, two_digits
+from .summary import EXACT, RIGHT_WHERE, SHORT, THREE_POLICIES, AuditReport, Line, bias_text, finding, grade
 
 COLOURS = {"exact": "green", "rounding": "green", "small": "yellow", "medium": "red", "large": "bold red"}
 MARKS = {"everywhere": "✓", "nowhere": "✗"}
 
 
 @dataclass(frozen=True)
-class Column:
+class AuditColumn:
     title: str
     meaning: str
     cell: Callable[[Line], Text]
@@ -31,7 +31,7 @@ class Column:
 def _bias(value: Callable[[Line], float | None]) -> Callable[[Line], Text]:
     def cell(line: Line) -> Text:
         bias = value(line)
-        return Text(size(bias), style=COLOURS.get(grade(bias), "dim"))
+        return Text(bias_text(bias), style=COLOURS.get(grade(bias), "dim"))
 
     return cell
 
@@ -46,61 +46,61 @@ def _right(line: Line) -> Text:
     return Text(f"{MARKS.get(where, '~')} {where}", style=colour)
 
 
-def _scenario_columns(lengths: str, meanings: dict[str, str]) -> list[Column]:
-    return [Column(SHORT[s], meanings[s], _bias(lambda line, s=s: line.bias(s, lengths))) for s in SCENARIOS]  # type: ignore[misc]
+def _scenario_columns(lengths: str, meanings: dict[str, str]) -> list[AuditColumn]:
+    return [AuditColumn(SHORT[s], meanings[s], _bias(lambda line, s=s: line.bias(s, lengths))) for s in SCENARIOS]  # type: ignore[misc]
 
 
-_LOSS = Column("loss", "", _plain(lambda line: line.label), number=False)
-_CLAIM = Column(
+_LOSS = AuditColumn("loss", "", _plain(lambda line: line.label), number=False)
+_CLAIM = AuditColumn(
     "ascends",
     "what it is held to: the D in E[R] − β·D, and the level of its ratios",
     _plain(lambda line: line.claim),
     number=False,
 )
-_RIGHT = Column("right", "where its expected gradient is the one of that objective", _right, number=False)
+_RIGHT = AuditColumn("right", "where its expected gradient is the one of that objective", _right, number=False)
 _FIXED = _scenario_columns(
     "fixed", {s: f"relative bias, responses of one length; {text}" for s, text in SCENARIOS.items()}
 )
 _VARIABLE = _scenario_columns(
     "variable", {s: f"relative bias, responses of different lengths; {text}" for s, text in SCENARIOS.items()}
 )
-_WORST_VARIABLE = Column(
+_WORST_VARIABLE = AuditColumn(
     "varied lengths",
     "the worst of the three where responses differ in length: a 1/|y| shows here",
     _bias(lambda line: line.worst_variable),
 )
-_KL = Column(
+_KL = AuditColumn(
     "KL term",
     "relative bias of the KL term alone, rewards zero; three policies",
     _bias(lambda line: line.kl_bias()),
 )
-_SEQUENCE = Column(
+_SEQUENCE = AuditColumn(
     "sequence",
     "relative bias against the sequence objective, whatever its level; three policies",
     _bias(lambda line: line.row(THREE_POLICIES, objective="sequence").bias),
 )
-_VARIANCE = Column(
+_VARIANCE = AuditColumn(
     "variance",
     "of one response's gradient, over |∇J|²; three policies",
     _plain(lambda line: two_digits(line.row(THREE_POLICIES).variance)),
 )
-_CUT = Column(
+_CUT = AuditColumn(
     "cut",
     "share of tokens that the clip cuts off from the reward; three policies",
-    _plain(lambda line: share(line.row(THREE_POLICIES).cut)),
+    _plain(lambda line: percent_two_digits(line.row(THREE_POLICIES).cut)),
 )
-_LEFT = Column(
+_LEFT = AuditColumn(
     "left",
     "gradient that remains on those tokens, over |∇J|; three policies",
-    _plain(lambda line: share(line.row(THREE_POLICIES).left)),
+    _plain(lambda line: percent_two_digits(line.row(THREE_POLICIES).left)),
 )
 
-_CLIPPED = Column(
+_CLIPPED = AuditColumn(
     "clipped",
     "relative bias with the clip in place; three policies",
     _bias(lambda line: line.row(THREE_POLICIES).clipped_bias),
 )
-_COSINE = Column(
+_COSINE = AuditColumn(
     "cosine",
     "between the expected gradient and the exact one; three policies",
     _plain(lambda line: f"{line.row(THREE_POLICIES).cosine:.3f}"),
@@ -111,12 +111,12 @@ DETAILS = [_LOSS, *_VARIABLE, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LE
 EVERYTHING = [_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT]
 
 
-def show(report: Report, verbose: bool = False) -> None:
+def show(report: AuditReport, verbose: bool = False) -> None:
     with printed() as to:
         _show(report, to, verbose)
 
 
-def _show(report: Report, to: Console, verbose: bool) -> None:
+def _show(report: AuditReport, to: Console, verbose: bool) -> None:
     to.print(Text(finding(report), style="bold"))
     to.print(f"Relative bias of the expected gradient against the exact one; {report.setup}.")
     to.print(_table(report, MAIN))
@@ -131,22 +131,22 @@ def _show(report: Report, to: Console, verbose: bool) -> None:
         to.print(Text(f"not audited: {message}", style="yellow"))
 
 
-def _table(report: Report, columns: list[Column]) -> Table:
+def _table(report: AuditReport, columns: list[AuditColumn]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in columns:
         title = column.title.replace(" ", "\n") if " " in column.title else f"\n{column.title}"
         justify: Literal["left", "right"] = "right" if column.number else "left"
         table.add_column(title, justify=justify, no_wrap=column is not _LOSS, overflow="fold")
-    for group in report.groups:
+    for library in report.libraries:
         table.add_section()
-        table.add_row(Text(group.heading, style="bold"))
-        for line in group.lines:
+        table.add_row(Text(library.heading, style="bold"))
+        for line in library.lines:
             label, *cells = (column.cell(line) for column in columns)
             table.add_row(Padding(label, (0, 0, 0, 2)), *cells)
     return table
 
 
-def _explain(to: Console, columns: list[Column]) -> None:
+def _explain(to: Console, columns: list[AuditColumn]) -> None:
     width = max(len(column.title) for column in columns)
     for column in columns:
         if column.meaning:
@@ -155,7 +155,7 @@ def _explain(to: Console, columns: list[Column]) -> None:
         to.print(Text(f"{'exact':<{width}}  below {EXACT:g}, the rounding of float64", style="dim"))
 
 
-def _notes(report: Report, to: Console) -> None:
+def _notes(report: AuditReport, to: Console) -> None:
     noted = [line for line in report.lines if line.subject.note]
     if noted:
         to.print()
@@ -167,7 +167,7 @@ def _notes(report: Report, to: Console) -> None:
 # ---- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def markdown(report: Report) -> str:
+def markdown(report: AuditReport) -> str:
     titles = [column.title for column in EVERYTHING]
     for offset, lengths in ((3, "fixed"), (6, "variable")):
         for i in range(len(SCENARIOS)):
@@ -184,12 +184,12 @@ def markdown(report: Report) -> str:
         f"**{finding(report)}** A bias is relative: |E[g] − ∇J| / |∇J|, by enumeration of every response.",
         "",
     ]
-    for group in report.groups:
-        noted = any(line.subject.note for line in group.lines)
+    for library in report.libraries:
+        noted = any(line.subject.note for line in library.lines)
         header = [*titles, "setting"] if noted else titles
         align = ["---:" if c.number else "---" for c in EVERYTHING] + (["---"] if noted else [])
-        out += [f"## {group.heading}", "", _row(header), _row(align)]
-        for line in group.lines:
+        out += [f"## {library.heading}", "", _row(header), _row(align)]
+        for line in library.lines:
             cells = [column.cell(line).plain for column in EVERYTHING]
             out.append(_row([*cells, line.subject.note] if noted else cells))
         out.append("")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import Mistake, one_line
+from ..console import Mistake, check_writable, one_line
 
 if TYPE_CHECKING:
     from ..audit import Subject
-    from ..audit.peers import Peer
-    from ..audit.summary import Report
+    from ..audit.summary import AuditReport
 
 STRICT = 1e-6
 
@@ -72,26 +70,26 @@ def run_audit(args: argparse.Namespace) -> int:
 
     from .. import audit
     from ..audit import page, picture, table
-    from ..audit.summary import Report
+    from ..audit.summary import AuditReport
 
     torch.set_num_threads(1)  # the tensors are tiny
     with contextlib.redirect_stdout(sys.stderr):  # whatever other people's modules print
         subjects, messages = _subjects(args)
         with _progress(len(subjects)) as progress:
             result = audit.run(subjects, args.seeds, args.beta, args.drift, messages, progress)
-    report = Report.of(result, subjects, args.line)
+    report = AuditReport.of(result, subjects, args.line)
     document = json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n"
     if args.json == "-":
         sys.stdout.write(document)
     else:
         table.show(report, verbose=args.verbose)
-    made: dict[Path | None, Callable[[], str]] = {
+    files: dict[Path | None, Callable[[], str]] = {
         None if args.json in (None, "-") else Path(args.json): lambda: document,
         args.html: lambda: page.html(report),
         args.svg: lambda: picture.svg(report),
         args.markdown: lambda: table.markdown(report),
     }
-    for path, make in made.items():
+    for path, make in files.items():
         if path is not None:
             with one_line(f"cannot write {path}: ", OSError):
                 path.write_text(make(), encoding="utf-8")
@@ -110,15 +108,8 @@ def _check_audit(args: argparse.Namespace) -> None:
     if not args.losses and (args.divergence or args.objective):
         raise Mistake("--divergence and --objective say what a LOSS is meant to ascend: name the LOSS")
     for path in (args.json, args.html, args.svg, args.markdown):
-        if path is None or path == "-":
-            continue
-        path = Path(path)
-        if path.is_dir():
-            raise Mistake(f"cannot write {path}: it is a folder")
-        if not path.parent.is_dir():
-            raise Mistake(f"cannot write {path}: there is no folder {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise Mistake(f"cannot write {path}: permission denied")
+        if path is not None and path != "-":
+            check_writable(Path(path))
 
 
 def _subjects(args: argparse.Namespace) -> tuple[list[Subject], list[str]]:
@@ -129,44 +120,28 @@ def _subjects(args: argparse.Namespace) -> tuple[list[Subject], list[str]]:
     if args.peers:
         from ..audit.peers import peers
 
-        rows, messages = peers(args.verl_python)
-        subjects += [_of_peer(peer) for peer in rows]
+        theirs, messages = peers(args.verl_python)
+        subjects += theirs
     return subjects, messages
 
 
 def _subject(name: str, args: argparse.Namespace) -> Subject:
     from .. import __version__
     from ..audit import Problem, resolve
+    from ..audit.subjects import share_without_reward
 
     if ":" not in name:
         with one_line("", ValueError):
             return replace(resolve(name, args.divergence, args.objective), source=f"rpg {__version__}")
     with one_line(f"{name}: "):
         subject = replace(resolve(name, args.divergence, args.objective), source="user")
-    b = Problem("three policies", variable=True, seed=0, drift=args.drift).batch
+    batch = Problem("three policies", variable=True, seed=0, drift=args.drift).batch
     with one_line(f"{name} failed on a batch: "):
-        c_NT = subject.coefficients(b, args.beta)
-        answer_NT = subject.coefficients(replace(b, advantages_N=2 * b.advantages_N), args.beta) - c_NT
-    cut = float((answer_NT == 0)[b.mask_NT].float().mean())
+        cut = share_without_reward(subject, batch, args.beta)
     if subject.clipped is None and cut:
         hint = f"{cut:.0%} of its tokens do not answer to the reward (a clip?): --drift 0.05 keeps ratios inside ±20 %"
         print(f"rpg audit: {name}: {hint}", file=sys.stderr)
     return subject
-
-
-def _of_peer(peer: Peer) -> Subject:
-    from ..audit import Subject
-
-    return Subject(
-        name=peer.name,
-        source=peer.source,
-        divergence=peer.divergence,
-        objective=peer.objective,
-        coefficients=peer.coefficients,
-        clipped=peer.clipped,
-        note=peer.note,
-        dtype=peer.dtype,
-    )
 
 
 @contextlib.contextmanager
@@ -180,7 +155,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: status.update(f"{next(seen)}/{total}  {name}")
 
 
-def _strict(report: Report) -> int:
+def _strict(report: AuditReport) -> int:
     failed = [line.name for line in report.lines if not line.worst <= STRICT]
     if failed:
         print(f"rpg audit: biased by more than {STRICT:g}: {', '.join(failed)}", file=sys.stderr)

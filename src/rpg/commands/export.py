@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import shutil
 from dataclasses import replace
@@ -39,7 +40,7 @@ def add_export(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     engines = parser.add_subparsers(dest="engine", required=True, metavar="verl|trl")
-    for name, run, gpus, files in (("verl", run_verl, 8, VERL_FILES), ("trl", run_trl, 1, TRL_FILES)):
+    for name, write, gpus, files in (("verl", _write_verl, 8, VERL_FILES), ("trl", _write_trl, 1, TRL_FILES)):
         engine = engines.add_parser(
             name,
             help=f"as a run of {name}",
@@ -58,21 +59,13 @@ def add_export(commands: Any) -> None:
         if name == "verl":
             add("--settings-only", action="store_true", help="run.sh alone, to read: no problems are loaded")
         add_flags(engine, Config)
-        engine.set_defaults(run=run)
+        engine.set_defaults(run=functools.partial(_export, write=write))
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 1; got {text}")
     return int(text)
-
-
-def run_verl(args: argparse.Namespace) -> int:
-    return _export(args, _write_verl)
-
-
-def run_trl(args: argparse.Namespace) -> int:
-    return _export(args, _write_trl)
 
 
 def _export(args: argparse.Namespace, write: Any) -> int:
@@ -104,7 +97,7 @@ def _start(args: argparse.Namespace, config: Config) -> Any:
     return start
 
 
-def _own_model(start: Any, there: str) -> tuple[Any, bool]:
+def _shipped_model(start: Any, there: str) -> tuple[Any, bool]:
     """The built-in model travels with the files: it lies inside the installed package."""
     from ..models import BUILTIN
 
@@ -124,15 +117,16 @@ def _copy_model(folder: Path) -> None:
 
 def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
     from ..export import data, verl
-    from ..export.files import reward_file
     from ..export.overrides import FOLDER
+    from ..export.recipe import method_of
+    from ..export.reward import reward_file
     from ..tasks import load_task
-    from ..training.setup import resolve
+    from ..training.setup import held_out
 
     start = _start(args, config)
-    at_home, (start, own) = start.model, _own_model(start, FOLDER)
+    at_home, (start, shipped) = start.model, _shipped_model(start, FOLDER)
     chat, alone = config.task.chat is not False, args.settings_only
-    where = verl.Where(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
+    where = verl.VerlLaunch(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
     verl.export(config, where)  # what cannot be is refused before anything is loaded
     task_of = config.task
     written: dict[str, list[dict[str, Any]]] = {}
@@ -140,16 +134,14 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
     copies: list[Path] = []
     if not alone:
         task = load_task(task_of.name, config.seed, task_of.test, task_of.prompt_key, task_of.answer_key, look=False)
-        dynamic = verl.dynamic(config, resolve(config))
+        dynamic = method_of(config).dynamic
         problems, in_order = data.train_problems(task, config, start.problem, start.steps_left(config), dynamic)
-        sets = data.test_problems(task, config)
-        tokenizer = data.load_tokenizer(at_home, config)
+        sets = held_out(task, config)
+        tokenizer, context = data.load_tokenizer(at_home, config)
         chat = data.uses_chat(tokenizer, config)
         data.check_prompts(tokenizer, chat, [problems, *sets.values()], config)
         names = {name: data.file_name(name, i) for i, name in enumerate(sets)}
-        where = replace(
-            where, context=data.context(at_home, config), chat=chat, in_order=in_order, tests=tuple(names.values())
-        )
+        where = replace(where, context=context, chat=chat, in_order=in_order, tests=tuple(names.values()))
         written["train.parquet"] = data.rows(problems, task.name, "train", config)
         written |= {file: data.rows(sets[name], name, "test", config) for name, file in names.items()}
         rewards, copies = reward_file(config, task, _title(args, config))
@@ -161,14 +153,14 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
         shutil.copy(copy, folder / copy.name)
     if rewards:
         (folder / "reward.py").write_text(rewards, encoding="utf-8")
-    if own and not alone:
+    if shipped and not alone:
         _copy_model(folder)
     (folder / "run.sh").write_text(script, encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
     if alone:
         return [f"wrote run.sh to {folder}: the settings alone, to read; to train, export without --settings-only"]
     sizes = [f"{name} ({len(rows):,} problems)" for name, rows in written.items()]
-    more = [*sizes, "reward.py", *(copy.name for copy in copies), *["model"][:own]]
+    more = [*sizes, "reward.py", *(copy.name for copy in copies), *["model"][:shipped]]
     return _said(folder, [*more, "run.sh"], start, f"bash {shlex.quote(str(folder / 'run.sh'))}")
 
 
@@ -177,17 +169,18 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
 
 def _write_trl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
     from ..export import trl
+    from ..export.start import Launch
 
-    start, own = _own_model(_start(args, config), "$HERE")
-    where = trl.Where(start, args.gpus, args.nodes)
+    start, shipped = _shipped_model(_start(args, config), "$HERE")
+    where = Launch(start, args.gpus, args.nodes)
     script = trl.script(config, where, _title(args, config))
     folder.mkdir(parents=True, exist_ok=True)
-    if own:
+    if shipped:
         _copy_model(folder)
     (folder / "recipe.yaml").write_text(to_yaml(config), encoding="utf-8")
     (folder / "train.py").write_text(script, encoding="utf-8")
-    line = f"{trl.launch(where)} {shlex.quote(str(folder / 'train.py'))}"
-    return _said(folder, ["recipe.yaml", *["model"][:own], "train.py"], start, line)
+    line = f"{trl.command(where)} {shlex.quote(str(folder / 'train.py'))}"
+    return _said(folder, ["recipe.yaml", *["model"][:shipped], "train.py"], start, line)
 
 
 def _said(folder: Path, names: list[str], start: Any, line: str) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..console import Mistake, one_line
+from ..console import Mistake, check_writable, one_line
 
 REPORT_EXAMPLES = """\
 examples:
@@ -38,11 +38,8 @@ def run_report(args: argparse.Namespace) -> int:
         raise Mistake("several runs have no folder in common: name the page with -o FILE")
     output: Path = args.output or args.runs[0] / "report.html"
     with one_line("", ValueError), one_line("", OSError):
-        folders = dict.fromkeys(folder.resolve() for given in args.runs for folder in find_runs(given))
-    if output.is_dir():
-        raise Mistake(f"cannot write {output}: it is a folder")
-    if not output.parent.is_dir():
-        raise Mistake(f"cannot write {output}: there is no folder {output.parent}")
+        folders = dict.fromkeys(folder.resolve() for path in args.runs for folder in find_runs(path))
+    check_writable(output)
     with one_line("", ValueError), one_line("", OSError):
         runs = [read_run(os.path.relpath(folder)) for folder in folders]
     with one_line(f"cannot write {output}: ", OSError):

@@ -83,8 +83,8 @@ def _list() -> None:
     print(f"{'datasets':<18} {'train':>7} {'test':>6}")
     for name, row in DATASETS.items():
         train, test = (part.problems if part else "" for part in (row.train, row.test))
-        parts = dict.fromkeys(part.hub.partition("#")[0] for part in (row.train, row.test) if part)
-        print(f"  {name:<16} {train:>7} {test:>6}  {row.about}\n{'':<35}{', '.join(parts)}")
+        hubs = dict.fromkeys(part.hub.partition("#")[0] for part in (row.train, row.test) if part)
+        print(f"  {name:<16} {train:>7} {test:>6}  {row.about}\n{'':<35}{', '.join(hubs)}")
     print(f"  {FOLDER}=FOLDER takes them from files there instead of the hub: gsm8k-train.jsonl, math-500.parquet, …")
     for title, names in (("built in", {name: ABOUT[name] for name in BUILTIN}), ("others", OTHERS)):
         print(f"\n{title}")
@@ -114,8 +114,8 @@ def _show(task: Task) -> None:
     tests = {name: index.overlap(test) for name, test in task.tests.items() if len(test) < ENDLESS}
     for line in lines(index.repeated, tests):
         print(line)
-    for name, found in tests.items():
-        if train and not found.pairs:
+    for name, overlap in tests.items():
+        if train and not overlap.pairs:
             print(f"{name}: none of its problems is in the training set")
 
 

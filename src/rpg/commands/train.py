@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import Mistake, first_of_launch, printed, several
+from ..console import Mistake, clock, first_of_launch, printed, several
 from ..run.config import Config
 from ..run.settings import add_flags, build, given
 
@@ -85,21 +85,20 @@ def _dry_run(config: Config, device: str, resume: bool) -> int:
     from ..plan.plan import plan
     from ..plan.table import show
 
-    made = plan(config, device or None)
-    show(replace(made, disk=replace(made.disk, holds_run=made.disk.holds_run and not resume)))
+    planned = plan(config, device or None)
+    show(replace(planned, disk=replace(planned.disk, holds_run=planned.disk.holds_run and not resume)))
     return 0
 
 
 def _closing(summary: dict[str, Any], config: Config) -> str:
     lines = []
-    for task, found in summary["eval"].items():
-        interval = f"[{found['last_low']:.1%}, {found['last_high']:.1%}]"
-        best = f"best {found['best']:.1%} at step {found['best_step']}"
-        lines.append(f"{task} {found['metric']}: {found['first']:.1%} → {found['last']:.1%} {interval}, {best}")
-    minutes, seconds = divmod(round(summary["seconds"]), 60)
+    for task, scores in summary["eval"].items():
+        interval = f"[{scores['last_low']:.1%}, {scores['last_high']:.1%}]"
+        best = f"best {scores['best']:.1%} at step {scores['best_step']}"
+        lines.append(f"{task} {scores['metric']}: {scores['first']:.1%} → {scores['last']:.1%} {interval}, {best}")
     on_gpu = summary["peak_gpu_memory_gb"]
     memory = f"{summary['peak_memory_gb']:.2f} GB" if on_gpu is None else f"{on_gpu:.1f} GB of the GPU's memory"
-    lines.append(f"{summary['step']} steps in {minutes}:{seconds:02d}, {memory} at most")
+    lines.append(f"{summary['step']} steps in {clock(summary['seconds'])}, {memory} at most")
     page = Path(config.output) / "report.html"
     lines.append(f"{page if config.log.report else config.output}")
     return "\n".join(lines)
@@ -142,16 +141,14 @@ def run_eval(args: argparse.Namespace) -> int:
         config = _eval_config(args)
         from ..training.evaluate import evaluate_model
 
-        found = evaluate_model(config)
+        evaluations = evaluate_model(config)
     except ValueError as error:
         raise Mistake(str(error)) from error
     if args.json:
-        values: dict[str, Any] = {}
-        for one in found:
-            values |= one.metrics()
+        values = {name: value for each in evaluations for name, value in each.metrics().items()}
         print(json.dumps(values | {"model": config.model}, indent=1))
     else:
-        _show(found, config)
+        _show(evaluations, config)
     return 0
 
 
@@ -186,8 +183,8 @@ def _checkpoint(run: Path, which: str) -> Path:
     from ..run import checkpoint
     from ..training.summary import best_of
 
-    found = checkpoint.found(run / "checkpoints")
-    if not found:
+    folders = checkpoint.folders(run / "checkpoints")
+    if not folders:
         raise ValueError(f"{run} has no checkpoint yet")
     if which in ("best", "last"):
         newest = checkpoint.load(run / "checkpoints", lambda text: print(f"rpg eval: {text}", file=sys.stderr))
@@ -195,40 +192,42 @@ def _checkpoint(run: Path, which: str) -> Path:
             raise ValueError(f"{run} has no checkpoint that is whole")
         if which == "last":
             return newest.folder
-        evals = [e for e in newest.state["evals"] if e["step"] in found]
+        evals = [e for e in newest.state["evals"] if e["step"] in folders]
         step = best_of(evals)["step"] if evals else newest.step
-    elif which.isdigit() and int(which) in found:
+    elif which.isdigit() and int(which) in folders:
         step = int(which)
     else:
-        raise ValueError(f"{run} has no checkpoint {which!r}; it has best, last, {', '.join(map(str, sorted(found)))}")
-    if problem := checkpoint.verify(found[step]):
-        raise ValueError(f"{found[step]}: {problem}")
-    return found[step]
+        raise ValueError(
+            f"{run} has no checkpoint {which!r}; it has best, last, {', '.join(map(str, sorted(folders)))}"
+        )
+    if problem := checkpoint.verify(folders[step]):
+        raise ValueError(f"{folders[step]}: {problem}")
+    return folders[step]
 
 
-def _show(found: list[Evaluation], config: Config) -> None:
+def _show(evaluations: list[Evaluation], config: Config) -> None:
     with printed() as to:
-        for one in found:
+        for one in evaluations:
             to.print(f"{config.model}, {one.problems} problems × {one.k}, temperature {config.eval.temperature:g}")
             _show_set(one, to)
-        if len(found) > 1:
-            mean = sum(one.mean.mean for one in found) / len(found)
-            to.print(f"mean@{found[0].k} of the {len(found)} sets: {mean:.1%}")
+        if len(evaluations) > 1:
+            mean = sum(one.mean.mean for one in evaluations) / len(evaluations)
+            to.print(f"mean@{evaluations[0].k} of the {len(evaluations)} sets: {mean:.1%}")
 
 
-def _show_set(found: Evaluation, to: Console) -> None:
+def _show_set(one: Evaluation, to: Console) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in (found.task, "value", "95 % interval"):
-        table.add_column(title, justify="left" if title == found.task else "right")
-    rows = {f"mean@{found.k}": found.mean} | {f"pass@{k}": value for k, value in found.passed.items() if k > 1}
+    for title in (one.task, "value", "95 % interval"):
+        table.add_column(title, justify="left" if title == one.task else "right")
+    rows = {f"mean@{one.k}": one.mean} | {f"pass@{k}": value for k, value in one.passed.items() if k > 1}
     for name, value in rows.items():
         table.add_row(name, f"{value.mean:.1%}", f"{value.low:.1%} – {value.high:.1%}")
     to.print(table)
-    if len(found.by_level) > 1:
-        to.print("by level: " + "  ".join(f"{level}: {mean:.1%}" for level, mean in found.by_level.items()))
-    to.print(f"response length {found.length:.1f} tokens, {found.truncated:.1%} cut")
-    if any(found.failures.values()):
-        to.print("reward function failed: " + ", ".join(f"{n} {what}" for what, n in found.failures.items() if n))
+    if len(one.by_level) > 1:
+        to.print("by level: " + "  ".join(f"{level}: {mean:.1%}" for level, mean in one.by_level.items()))
+    to.print(f"response length {one.length:.1f} tokens, {one.truncated:.1%} cut")
+    if any(one.failures.values()):
+        to.print("reward function failed: " + ", ".join(f"{n} {what}" for what, n in one.failures.items() if n))

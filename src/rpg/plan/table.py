@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..console import printed
+from ..console import amount, estimated_duration, gb, printed
 from ..loss.describe import advantage_text, clip_text
 from .plan import IF_IT_FITTED, Plan
 
@@ -74,8 +74,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
             ),
         ],
     )
-    trained = "all trained" if plan.trained == plan.parameters else f"{_count(plan.trained)} trained ({_method(plan)})"
-    yield "model", [f"{_count(plan.parameters)} parameters, {trained}; {plan.dtype}; known from {plan.known_from}"]
+    trained = "all trained" if plan.trained == plan.parameters else f"{amount(plan.trained)} trained ({_method(plan)})"
+    yield "model", [f"{amount(plan.parameters)} parameters, {trained}; {plan.dtype}; known from {plan.known_from}"]
     tests = ", ".join(f"{name} ({rows:,})" if rows else name for name, rows in plan.data.tests.items())
     rows = f", {plan.data.rows:,} rows" if plan.data.rows else ""
     k = config.eval.k
@@ -84,7 +84,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
         "a step",
         [
             f"{rollout.prompts} prompts × {rollout.samples} responses of up to {rollout.max_new_tokens:,} tokens: "
-            f"{_count(plan.tokens)} tokens at most; {plan.optimiser_steps} optimiser steps",
+            f"{amount(plan.tokens)} tokens at most; {plan.optimiser_steps} optimiser steps",
         ],
     )
     steps = plan.middle.steps
@@ -119,10 +119,12 @@ def _memory(plan: Plan) -> Table:
     for name, text in PARTS.items():
         value = getattr(plan.memory, name)
         said = text.format(dtype=plan.dtype, slots=plan.slots, tokens=plan.micro_tokens, recompute=recompute)
-        table.add_row(name, _gb(value), said if value else "none")
+        table.add_row(name, gb(value), said if value else "none")
     table.add_section()
     table.add_row(
-        "together", _gb(plan.memory.total), f"of {_gb(plan.device.memory)}, {_gb(plan.available)} to plan with"
+        "together",
+        gb(plan.memory.total),
+        f"of {gb(plan.device.memory)}, {gb(plan.available)} to plan with",
     )
     return table
 
@@ -139,10 +141,10 @@ def _time(plan: Plan) -> Table:
     table.add_section()
     for name in ("rollout", "logp", "train", "step"):
         label = {"logp": "  log-probabilities", "train": "  training", "rollout": "  rollout", "step": "a step"}[name]
-        table.add_row(label, *(duration(getattr(case.seconds, name)) for case in cases))
-    table.add_row("an evaluation", *(duration(case.seconds.evaluation) for case in cases))
+        table.add_row(label, *(estimated_duration(getattr(case.seconds, name)) for case in cases))
+    table.add_row("an evaluation", *(estimated_duration(case.seconds.evaluation) for case in cases))
     table.add_section()
-    table.add_row("the run", *(Text(duration(case.run), style="bold") for case in cases))
+    table.add_row("the run", *(Text(estimated_duration(case.run), style="bold") for case in cases))
     return table
 
 
@@ -160,14 +162,17 @@ def verdicts(plan: Plan) -> Iterator[tuple[bool, str]]:
     """(good, one line) for memory, disk and the folder."""
     used = plan.memory.total / plan.device.memory
     if plan.fits:
-        yield True, f"fits: {_gb(plan.memory.total)} of {_gb(plan.device.memory)} GB ({used:.0%})"
+        yield True, f"fits: {gb(plan.memory.total)} of {gb(plan.device.memory)} GB ({used:.0%})"
     else:
-        yield False, f"does not fit: {_gb(plan.memory.total)} GB, and {_gb(plan.available)} are there; {way_out(plan)}"
+        yield (
+            False,
+            f"does not fit: {gb(plan.memory.total)} GB, and {gb(plan.available)} are there; {way_out(plan)}",
+        )
     disk = plan.disk
     files = "config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.html"
     if disk.holds_run:
         yield False, f"{disk.folder} holds a run already: give --resume to go on with it, or another --output"
-    size = f"{_gb(disk.checkpoint)} GB each, {disk.kept} at most at a time; {_gb(disk.free)} GB are free"
+    size = f"{gb(disk.checkpoint)} GB each, {disk.kept} at most at a time; {gb(disk.free)} GB are free"
     text = f"writes {disk.folder}: {files}, checkpoints of {size}" if disk.kept else f"writes {disk.folder}: {files}"
     yield plan.fits_disk, text if plan.fits_disk else f"{text}: lower checkpoint.keep, or give another --output"
 
@@ -185,29 +190,3 @@ def way_out(plan: Plan) -> str:
     if lowest <= plan.available:
         return f"lower rollout.max_new_tokens, rollout.slots or optim.micro_tokens; or {several}"
     return several
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """3.2 s, 14 min, 4.1 h, 12 days"""
-    if seconds < 0.05:
-        return "0 s" if seconds < 0.0005 else f"{1e3 * seconds:.0f} ms"
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.{1 if seconds / unit < 10 else 0}f} {name}"
-    days = seconds / 86400
-    return f"{days:.{1 if days < 10 else 0}f} days"
-
-
-def _gb(number: float) -> str:
-    return f"{number / 1e9:,.1f}" if number >= 1e8 else f"{number / 1e9:.2f}"
-
-
-def _count(number: float) -> str:
-    """4.02 B, 30.4 M"""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {letter}"
-    return str(int(number))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .runs import Run, finite
+from .runs import RunData, finite
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ CHARTS = (
 TRAINING_ACCURACY = "reward/solved"
 
 
-def present(runs: Iterable[Run]) -> tuple[Chart, ...]:
+def present(runs: Iterable[RunData]) -> tuple[Chart, ...]:
     """The charts, and in them the curves, that some run has a finite number for."""
     names = {name: None for run in runs for row in run.rows for name, x in row.items() if finite(x) is not None}
     cut = (replace(c, series=_series(c, names)) for c in CHARTS)

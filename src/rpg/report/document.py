@@ -11,45 +11,45 @@ from importlib.resources import files
 from pathlib import Path
 
 from .. import __version__
+from ..console import amount, duration, percent, tag, unbroken
 from .charts import Chart, present
-from .markup import tag, unbroken
+from .labels import interval, plural, run_labels, spread, status_badge, swatch
 from .payload import embed, payload, sampled, stride
-from .runs import Run, finite
-from .scores import Group, averages, groups, scores
+from .runs import RunData, finite
+from .scores import Experiment, averages, group_by_experiment, scores
 from .tables import results_section, settings_section
-from .words import amount, duration, interval, labels, percent, plural, spread, status, swatch
 
 SCRIPTS = ("chart.js", "samples.js", "page.js")
 
 
-def write(runs: Sequence[Run], output: str | Path) -> None:
+def write(runs: Sequence[RunData], output: str | Path) -> None:
     Path(output).write_text(page(runs), encoding="utf-8")
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunData]) -> str:
     if not runs:
         raise ValueError("runs must have at least one run")
-    found = groups(runs)
-    runs = [run for group in found for run in group.runs]
+    experiments = group_by_experiment(runs)
+    runs = [run for experiment in experiments for run in experiment.runs]
     charts = present(runs)
     shown, responses, all_responses = sampled(runs)
-    data = payload(runs, labels(runs), found, charts, shown)
+    data = payload(runs, run_labels(runs), experiments, charts, shown)
     tasks = list(dict.fromkeys(task for run in runs for task in scores(run)))
     curves = [
         tag("div", class_="toolbar", id="toolbar", role="group", aria_label="Curves"),
         accuracy_section(runs, any(run["evals"] for run in data["runs"])),
-        results_section(found, tasks) if len(runs) > 1 else "",
+        results_section(experiments, tasks) if len(runs) > 1 else "",
         training_section(charts, stride(runs), len(runs) == 1),
     ]
     sections = [
         tag("div", *curves, class_="curves"),
-        settings_section(runs, found),
+        settings_section(runs, experiments),
         samples_section(responses, all_responses),
     ]
     script = "'use strict';\n{\n" + "".join(_file(name) for name in SCRIPTS) + "}\n"
-    title = headline(runs, found, tasks)
+    title = headline(runs, tasks)
     body = [
-        _header(runs, found, tasks, title),
+        _header(runs, experiments, tasks, title),
         tag("main", *sections),
         _footer(runs),
         tag("script", embed(data), type="application/json", id="data"),
@@ -81,12 +81,12 @@ def _policy(script: str) -> str:
 # ---- the top ---------------------------------------------------------------------------------------------------------
 
 
-def headline(runs: Sequence[Run], found: Sequence[Group], tasks: Sequence[str]) -> str:
+def headline(runs: Sequence[RunData], tasks: Sequence[str]) -> str:
     if len(runs) == 1:
-        run, own = runs[0], scores(runs[0])
-        if not own:
+        run, by_task = runs[0], scores(runs[0])
+        if not by_task:
             return f"{run.algorithm} on {run.task}" if run.task else run.algorithm
-        task, score = next(iter(own.items()))
+        task, score = next(iter(by_task.items()))
         if score.last_step == score.first_step:
             return f"{percent(score.last)} on {task}" + (" before training" if score.last_step == 0 else "")
         return f"From {percent(score.first)} to {percent(score.last)} on {task}"
@@ -96,31 +96,33 @@ def headline(runs: Sequence[Run], found: Sequence[Group], tasks: Sequence[str]) 
     return f"{what}, {plural(len(runs), 'run')}{where}"
 
 
-def _header(runs: Sequence[Run], found: Sequence[Group], tasks: Sequence[str], title: str) -> str:
+def _header(runs: Sequence[RunData], experiments: Sequence[Experiment], tasks: Sequence[str], title: str) -> str:
     kicker = tag("p", f"rpg report · {date.today().isoformat()}", class_="kicker")
-    lede = _about(runs[0]) if len(runs) == 1 else _ranking(found, tasks)
-    cards = _cards(runs[0]) if len(runs) == 1 else [_group_card(i, group, tasks) for i, group in enumerate(found)]
-    told = [note for run, label in zip(runs, labels(runs), strict=True) for note in notes(run, label, len(runs) > 1)]
-    warnings = tag("ul", *(tag("li", escape(note)) for note in told), class_="notes") if told else ""
+    lede = _about(runs[0]) if len(runs) == 1 else _ranking(experiments, tasks)
+    several = [_experiment_card(i, experiment, tasks) for i, experiment in enumerate(experiments)]
+    cards = _cards(runs[0]) if len(runs) == 1 else several
+    labelled = zip(runs, run_labels(runs), strict=True)
+    warned = [note for run, label in labelled for note in notes(run, label, len(runs) > 1)]
+    warnings = tag("ul", *(tag("li", escape(note)) for note in warned), class_="notes") if warned else ""
     return tag("header", kicker, tag("h1", unbroken(title)), lede, tag("ul", *cards, class_="cards"), warnings)
 
 
-def _about(run: Run) -> str:
+def _about(run: RunData) -> str:
     size = finite(run.summary.get("parameters"))
     model = str(run.fact("model", "")).rstrip("/").rsplit("/", 1)[-1]
     model += f" ({amount(size)} parameters)" if size else ""
-    parts = [
+    facts = [
         tag("b", escape(run.algorithm)),
         escape(f"model {model}") if model else "",
         escape(f"task {run.task}") if run.task else "",
         escape(f"seed {run.fact('seed', '–')}"),
         escape(f"on {run.summary['device']}") if run.summary.get("device") else "",
     ]
-    return tag("p", " · ".join(part for part in parts if part), class_="lede")
+    return tag("p", " · ".join(fact for fact in facts if fact), class_="lede")
 
 
-def _ranking(found: Sequence[Group], tasks: Sequence[str]) -> str:
-    ranked = [(both[0], group) for group in found if tasks and (both := averages(group, tasks[0]))]
+def _ranking(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
+    ranked = [(both[0], each) for each in experiments if tasks and (both := averages(each, tasks[0]))]
     if len(ranked) < 2:
         return ""
     ranked.sort(key=lambda pair: -pair[0].mean)
@@ -137,17 +139,17 @@ def _card(title: str, value: str, *lines: str, kind: str | None = None) -> str:
     return tag("li", tag("h3", title), tag("strong", unbroken(value)), *texts, class_=kind)
 
 
-def _cards(run: Run) -> list[str]:
-    own = scores(run)
+def _cards(run: RunData) -> list[str]:
+    by_task = scores(run)
     cards = []
-    for task, s in own.items():
-        where = f" on {task}" if len(own) > 1 else ""
+    for task, s in by_task.items():
+        where = f" on {task}" if len(by_task) > 1 else ""
         sure = f"95 % interval {interval(s)}" if interval(s) else ""
         last = "Before training" if s.last_step == 0 else "Last"
         cards.append(
             _card(escape(last + where), percent(s.last), f"{s.metric} at step {s.last_step}", sure, kind="first")
         )
-        if len(own) == 1 and s.last_step > s.first_step:
+        if len(by_task) == 1 and s.last_step > s.first_step:
             cards.append(_card("Best", percent(s.best), f"at step {s.best_step}", "the highest of noisy readings"))
             before = "before training" if s.first_step == 0 else f"at step {s.first_step}"
             cards.append(_card("First", percent(s.first), before, f"{100 * (s.last - s.first):+.1f} points since"))
@@ -155,39 +157,39 @@ def _cards(run: Run) -> list[str]:
     steps = f"{run.step} of {planned:.0f} steps" if planned else plural(run.step, "step")
     tokens = f"{amount(run.tokens)} tokens sampled" if run.tokens else ""
     speed = f"{amount(run.speed)} tokens/s" if run.speed else ""
-    cards.append(_card(status(run), duration(run.seconds), steps, ", ".join(t for t in (tokens, speed) if t)))
+    cards.append(_card(status_badge(run), duration(run.seconds), steps, ", ".join(t for t in (tokens, speed) if t)))
     return cards
 
 
-def _group_card(i: int, group: Group, tasks: Sequence[str]) -> str:
-    title = swatch(i) + escape(group.label)
+def _experiment_card(i: int, experiment: Experiment, tasks: Sequence[str]) -> str:
+    title = swatch(i) + escape(experiment.label)
     for task in tasks:
-        if both := averages(group, task):
+        if both := averages(experiment, task):
             last, best = both
-            own = [s for run in group.runs if (s := scores(run).get(task))]
-            sure = f"95 % interval {interval(own[0])}" if last.n == 1 and interval(own[0]) else ""
-            seeds = f"last {own[0].metric} on {task}" + (f", {plural(last.n, 'seed')}" if last.n > 1 else "")
+            first = next(s for run in experiment.runs if (s := scores(run).get(task)))
+            sure = f"95 % interval {interval(first)}" if last.n == 1 and interval(first) else ""
+            seeds = f"last {first.metric} on {task}" + (f", {plural(last.n, 'seed')}" if last.n > 1 else "")
             return _card(title, f"{spread(last)} %", seeds, sure or f"best {spread(best)} %")
-    return _card(title, "–", "no evaluation yet", plural(len(group.runs), "run"))
+    return _card(title, "–", "no evaluation yet", plural(len(experiment.runs), "run"))
 
 
-def notes(run: Run, label: str, named: bool) -> list[str]:
+def notes(run: RunData, label: str, named: bool) -> list[str]:
     """What a reader must know before trusting the numbers."""
-    found = []
+    texts = []
     if run.status == "failed" or run.summary.get("message"):
-        found.append(f"{run.status} at step {run.step}" + (f": {m}" if (m := run.summary.get("message")) else ""))
+        texts.append(f"{run.status} at step {run.step}" + (f": {m}" if (m := run.summary.get("message")) else ""))
     failures = run.summary.get("reward_failures")
-    told = {k: n for k, v in (failures.items() if isinstance(failures, dict) else ()) if (n := finite(v))}
-    if told:
-        each = ", ".join(f"{n:.0f} {kind.replace('_', ' ')}" for kind, n in told.items())
-        found.append(f"reward calls that failed: {each}")
+    counted = {k: n for k, v in (failures.items() if isinstance(failures, dict) else ()) if (n := finite(v))}
+    if counted:
+        each = ", ".join(f"{n:.0f} {kind.replace('_', ' ')}" for kind, n in counted.items())
+        texts.append(f"reward calls that failed: {each}")
     skipped = sum(finite(row.get("skipped")) or 0 for row in run.rows)
     if skipped:
-        found.append(f"{plural(int(skipped), 'optimiser step')} skipped: the loss was not finite")
-    found += run.remarks
+        texts.append(f"{plural(int(skipped), 'optimiser step')} skipped: the loss was not finite")
+    texts += run.remarks
     if not run.rows:
-        found.append("no step has been written yet")
-    return [f"{label}: {text}" if named else text[:1].upper() + text[1:] for text in found]
+        texts.append("no step has been written yet")
+    return [f"{label}: {text}" if named else text[:1].upper() + text[1:] for text in texts]
 
 
 # ---- figures: the script fills them ----------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ def figure(key: str, title: str, caption: str, kind: str = "small") -> str:
     return tag("figure", *inside, class_=f"chart {kind}", id=f"chart-{key}")
 
 
-def accuracy_section(runs: Sequence[Run], evaluated: bool) -> str:
+def accuracy_section(runs: Sequence[RunData], evaluated: bool) -> str:
     caption = (
         "Held-out accuracy, with the 95 % interval of each evaluation as a band"
         + (
@@ -252,7 +254,7 @@ def samples_section(shown: int, total: int) -> str:
     return tag("section", tag("h2", "Responses"), tag("p", text), tag("div", id="browser"), id="samples")
 
 
-def _footer(runs: Sequence[Run]) -> str:
+def _footer(runs: Sequence[RunData]) -> str:
     versions = list(
         dict.fromkeys(
             ", ".join(f"{name} {value}" for name, value in v.items())

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .charts import TRAINING_ACCURACY, Chart
-from .runs import Row, Run, elapsed, finite
-from .scores import Group
+from .runs import Row, RunData, elapsed, finite
+from .scores import Experiment
 
 POINTS, FEWEST = 1000, 300  # of a curve; beyond, neighbouring steps are averaged. Many runs have fewer each
 SAMPLES = 600  # responses on a page
@@ -31,14 +31,14 @@ def short(value: float | None, digits: int = 5) -> float | int | None:
     return int(number) if number.is_integer() and abs(number) < 1e15 else number
 
 
-def stride(runs: Sequence[Run]) -> int:
+def stride(runs: Sequence[RunData]) -> int:
     """Steps averaged into one point, the same for all runs, so that their points stand above each other."""
     points = max(FEWEST, min(POINTS, 4 * POINTS // max(len(runs), 1)))
     longest = max((len(run.rows) for run in runs), default=0)
     return 1 if longest <= POINTS else -(-longest // points)
 
 
-def curves(run: Run, charts: Sequence[Chart], width: int, ranges: bool) -> Row:
+def curves(run: RunData, charts: Sequence[Chart], width: int, ranges: bool) -> Row:
     """Columns over training steps, with the range of each mean if asked for, and the evaluations, never thinned."""
     names = [name for c in charts for name in (c.whole, *c.series) if name] + [TRAINING_ACCURACY]
     tokens, seconds, axes = 0.0, 0.0, []
@@ -73,7 +73,7 @@ def curves(run: Run, charts: Sequence[Chart], width: int, ranges: bool) -> Row:
     return {"x": x, "columns": columns, "lowest": lowest, "highest": highest, "lost": lost, "evals": _evals(run, axes)}
 
 
-def _evals(run: Run, axes: Sequence[tuple[float, ...]]) -> dict[str, Row]:
+def _evals(run: RunData, axes: Sequence[tuple[float, ...]]) -> dict[str, Row]:
     """By task: {"x": {"step": […], …}, "columns": {"mean@8": […], "mean@8_low": […], …}}"""
     places: dict[str, dict[int, Row]] = {}
     for i, row in enumerate(run.rows):
@@ -84,7 +84,7 @@ def _evals(run: Run, axes: Sequence[tuple[float, ...]]) -> dict[str, Row]:
         task: {
             "x": {axis: [short(axes[i][k], 9) for i in at] for k, axis in enumerate(("step", "tokens", "time"))},
             "columns": {
-                name: [found.get(name) for found in at.values()]
+                name: [values.get(name) for values in at.values()]
                 for name in dict.fromkeys(n for f in at.values() for n in f)
             },
         }
@@ -95,9 +95,9 @@ def _evals(run: Run, axes: Sequence[tuple[float, ...]]) -> dict[str, Row]:
 # ---- sampled responses -----------------------------------------------------------------------------------------------
 
 
-def gather(run: Run) -> list[list[Row]]:
+def gather(run: RunData) -> list[list[Row]]:
     """Responses to one prompt at one step belong together."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for sample in run.samples:
         key = (
             int(sample["step"]),
@@ -105,18 +105,18 @@ def gather(run: Run) -> list[list[Row]]:
             str(sample.get("group", 0)),
             _text(sample, "prompt"),
         )
-        found.setdefault(key, []).append(sample)
-    return [found[key] for key in sorted(found, key=lambda key: key[:2])]
+        groups.setdefault(key, []).append(sample)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
 
 
-def evenly(found: list[list[Row]], responses: int) -> list[list[Row]]:
+def evenly(groups: list[list[Row]], responses: int) -> list[list[Row]]:
     """Whole groups, evenly from first to last, that have about as many responses."""
-    total = sum(map(len, found))
+    total = sum(map(len, groups))
     if total <= responses:
-        return found
-    keep = max(1, len(found) * responses // total)
-    places = {round(i * (len(found) - 1) / max(keep - 1, 1)) for i in range(keep)}
-    return [group for i, group in enumerate(found) if i in places]
+        return groups
+    keep = max(1, len(groups) * responses // total)
+    places = {round(i * (len(groups) - 1) / max(keep - 1, 1)) for i in range(keep)}
+    return [group for i, group in enumerate(groups) if i in places]
 
 
 def described(group: list[Row], run: int) -> Row:
@@ -140,7 +140,7 @@ def described(group: list[Row], run: int) -> Row:
     }
 
 
-def sampled(runs: Sequence[Run]) -> tuple[list[Row], int, int]:
+def sampled(runs: Sequence[RunData]) -> tuple[list[Row], int, int]:
     """Groups to show, how many responses these are, and how many there were."""
     share = SAMPLES // max(1, sum(bool(run.samples) for run in runs))
     shown = [described(group, index) for index, run in enumerate(runs) for group in evenly(gather(run), share)]
@@ -160,7 +160,11 @@ def _middle(text: str) -> str:
 
 
 def payload(
-    runs: Sequence[Run], labels: Sequence[str], groups: Sequence[Group], charts: Sequence[Chart], shown: list[Row]
+    runs: Sequence[RunData],
+    labels: Sequence[str],
+    experiments: Sequence[Experiment],
+    charts: Sequence[Chart],
+    shown: list[Row],
 ) -> Row:
     place = {id(run): i for i, run in enumerate(runs)}
     width = stride(runs)
@@ -170,7 +174,7 @@ def payload(
             {"name": label, "seed": str(run.fact("seed", "–")), **curves(run, charts, width, len(runs) == 1)}
             for run, label in zip(runs, labels, strict=True)
         ],
-        "groups": [{"label": group.label, "runs": [place[id(run)] for run in group.runs]} for group in groups],
+        "groups": [{"label": e.label, "runs": [place[id(run)] for run in e.runs]} for e in experiments],
         "charts": [
             {name: getattr(c, name) for name in ("key", "title", "series", "unit", "stacked", "whole", "quiet")}
             for c in charts

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from ..run.folder import read_rows, read_text
 
 Row = dict[str, Any]
 FILES = ("metrics.jsonl", "summary.json")  # either makes a folder a run
 
 
 @dataclass(frozen=True)
-class Run:
+class RunData:
     """What the files of one run say."""
 
     name: str
@@ -69,8 +70,8 @@ class Run:
     @property
     def speed(self) -> float | None:
         """Tokens a second: the median over steps."""
-        found = sorted(x for row in self.rows if (x := finite(row.get("speed/tokens_per_s"))) is not None)
-        return found[len(found) // 2] if found else None
+        speeds = sorted(x for row in self.rows if (x := finite(row.get("speed/tokens_per_s"))) is not None)
+        return speeds[len(speeds) // 2] if speeds else None
 
 
 def finite(value: Any) -> float | None:
@@ -87,8 +88,8 @@ def finite(value: Any) -> float | None:
 def elapsed(row: Row) -> float:
     """Seconds that a step took."""
     whole = finite(row.get("time/step"))
-    parts = sum(finite(value) or 0.0 for name, value in row.items() if name.startswith("time/"))
-    return parts if whole is None else whole
+    total = sum(finite(value) or 0.0 for name, value in row.items() if name.startswith("time/"))
+    return total if whole is None else whole
 
 
 def is_run(folder: Path) -> bool:
@@ -100,13 +101,13 @@ def find_runs(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}")
-    found = [folder] if is_run(folder) else sorted(child for child in folder.iterdir() if is_run(child))
-    if not found:
+    runs = [folder] if is_run(folder) else sorted(child for child in folder.iterdir() if is_run(child))
+    if not runs:
         raise ValueError(f"{folder} is not a run, nor a folder of runs: no metrics.jsonl or summary.json in it")
-    return found
+    return runs
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> RunData:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}")
@@ -114,56 +115,26 @@ def read_run(folder: str | Path) -> Run:
         raise ValueError(f"{folder} is not a run: it has no metrics.jsonl or summary.json")
     remarks: list[str] = []
     steps: dict[int, Row] = {}
-    for row in _lines(folder / "metrics.jsonl", remarks):
+    for row in read_rows(folder / "metrics.jsonl", remarks):
         step = finite(row.get("step"))
         if step is None:
             remarks.append("a row of metrics.jsonl without a step was left out")
         else:
             steps[int(step)] = {**steps.get(int(step), {}), **row, "step": int(step)}
     summary = _document(folder / "summary.json", json.loads, remarks)
-    return Run(
+    return RunData(
         name=str(summary.get("name") or folder.resolve().name),
         folder=folder,
         config=_document(folder / "config.yaml", _yaml, remarks),
         summary=summary,
         rows=[steps[step] for step in sorted(steps)],
-        samples=[row for row in _lines(folder / "samples.jsonl", remarks) if finite(row.get("step")) is not None],
+        samples=[row for row in read_rows(folder / "samples.jsonl", remarks) if finite(row.get("step")) is not None],
         remarks=tuple(dict.fromkeys(remarks)),
     )
 
 
-def _read(path: Path, remarks: list[str]) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        remarks.append(f"{path.name} could not be read: {error.strerror}")
-        return ""
-
-
-def _lines(path: Path, remarks: list[str]) -> Iterator[Row]:
-    """The objects of a jsonl file. A last line without its end is still being written, and no fault."""
-    lines = _read(path, remarks).split("\n")
-    bad = 0
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError):
-            bad += number < len(lines)
-            continue
-        if isinstance(row, dict):
-            yield row
-        else:
-            bad += 1
-    if bad:
-        remarks.append(f"{bad} line{'s' if bad > 1 else ''} of {path.name} could not be read")
-
-
 def _document(path: Path, parse: Any, remarks: list[str]) -> Row:
-    text = _read(path, remarks)
+    text = read_text(path, remarks)
     try:
         value = parse(text) if text.strip() else {}
     except (ValueError, RecursionError):

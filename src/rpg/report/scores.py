@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from .runs import Row, Run, finite
+from .runs import Row, RunData, finite
 
 METRIC = re.compile(r"eval/(?P<task>.+)/(?P<metric>mean@\d+)")
 SAME_ANYWAY = re.compile(
@@ -32,7 +32,7 @@ class Score:
     high: float | None = None
 
 
-def scores(run: Run) -> dict[str, Score]:
+def scores(run: RunData) -> dict[str, Score]:
     """By task. From the rows, the evaluation before training included; from the summary where rows have none."""
     points: dict[str, list[tuple[int, str, float, Row]]] = {}
     for row in run.evaluations:
@@ -40,12 +40,12 @@ def scores(run: Run) -> dict[str, Score]:
             match, number = METRIC.fullmatch(name), finite(value)
             if match and number is not None:
                 points.setdefault(match["task"], []).append((row["step"], match["metric"], number, row))
-    found = {task: _score(task, seen) for task, seen in points.items()}
-    told = run.summary.get("eval")
-    for task, said in told.items() if isinstance(told, dict) else ():
-        if task not in found and isinstance(said, dict) and finite(said.get("last")) is not None:
-            found[task] = _told(run, said)
-    return found
+    by_task = {task: _score(task, seen) for task, seen in points.items()}
+    summary = run.summary.get("eval")
+    for task, values in summary.items() if isinstance(summary, dict) else ():
+        if task not in by_task and isinstance(values, dict) and finite(values.get("last")) is not None:
+            by_task[task] = _of_summary(run, values)
+    return by_task
 
 
 def _score(task: str, seen: list[tuple[int, str, float, Row]]) -> Score:
@@ -57,22 +57,22 @@ def _score(task: str, seen: list[tuple[int, str, float, Row]]) -> Score:
     return Score(metric, first, last, best, first_step, last_step, best_step, low, high)
 
 
-def _told(run: Run, said: dict[str, Any]) -> Score:
+def _of_summary(run: RunData, values: dict[str, Any]) -> Score:
     def number(name: str, default: float) -> float:
-        value = finite(said.get(name))
+        value = finite(values.get(name))
         return default if value is None else value
 
     last = number("last", math.nan)
     return Score(
-        str(said.get("metric", "mean")),
+        str(values.get("metric", "mean")),
         number("first", last),
         last,
         number("best", last),
         0,
         run.step,
         int(number("best_step", run.step)),
-        finite(said.get("last_low")),
-        finite(said.get("last_high")),
+        finite(values.get("last_low")),
+        finite(values.get("last_high")),
     )
 
 
@@ -80,11 +80,11 @@ def _told(run: Run, said: dict[str, Any]) -> Score:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs of the same experiment: alike but for the seed."""
+class Experiment:
+    """Runs that are alike but for the seed."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunData, ...]
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,12 @@ def flat(config: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def settings(run: Run) -> dict[str, str]:
-    known = {key: str(value) for key, value in flat(run.config)}
-    return known or {
-        key: str(run.summary[key]) for key in ("algorithm", "model", "task", "steps") if key in run.summary
-    }
+def settings(run: RunData) -> dict[str, str]:
+    read = {key: str(value) for key, value in flat(run.config)}
+    return read or {key: str(run.summary[key]) for key in ("algorithm", "model", "task", "steps") if key in run.summary}
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+def differences(runs: Sequence[RunData]) -> dict[str, list[str]]:
     """Settings that are not the same in all runs; – where a run has none. Seed and output are expected to differ."""
     all_settings = [settings(run) for run in runs]
     keys = dict.fromkeys(key for each in all_settings for key in each if key not in ("seed", "output", "name"))
@@ -122,18 +120,20 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {key: values for key, values in table.items() if len(set(values)) > 1}
 
 
-def groups(runs: Sequence[Run]) -> list[Group]:
+def group_by_experiment(runs: Sequence[RunData]) -> list[Experiment]:
     """By algorithm, and where one algorithm was run with several settings, by these too: they are no seeds."""
-    found: list[Group] = []
+    experiments: list[Experiment] = []
     for algorithm in dict.fromkeys(run.algorithm for run in runs):
         same = [run for run in runs if run.algorithm == algorithm]
         differ = {key: values for key, values in differences(same).items() if not SAME_ANYWAY.match(key)}
-        members: dict[tuple[str, ...], list[Run]] = {}
+        members: dict[tuple[str, ...], list[RunData]] = {}
         for i, run in enumerate(same):
             members.setdefault(tuple(f"{key} {values[i]}" for key, values in differ.items()), []).append(run)
-        found += [Group(_label(algorithm, what), tuple(those)) for what, those in members.items()]
-    labels = [group.label for group in found]
-    return [g if labels.count(g.label) == 1 else Group(f"{g.label} ({g.runs[0].name})", g.runs) for g in found]
+        experiments += [Experiment(_label(algorithm, what), tuple(those)) for what, those in members.items()]
+    labels = [e.label for e in experiments]
+    return [
+        e if labels.count(e.label) == 1 else Experiment(f"{e.label} ({e.runs[0].name})", e.runs) for e in experiments
+    ]
 
 
 def _label(algorithm: str, what: Sequence[str]) -> str:
@@ -141,9 +141,7 @@ def _label(algorithm: str, what: Sequence[str]) -> str:
     return ", ".join((algorithm, *what[:3], *more))
 
 
-def averages(group: Group, task: str) -> tuple[Average, Average] | None:
+def averages(experiment: Experiment, task: str) -> tuple[Average, Average] | None:
     """Last and Best on a task: each run's own, averaged over the runs that were evaluated on it."""
-    own = [score for run in group.runs if (score := scores(run).get(task))]
-    if not own:
-        return None
-    return Average.of([s.last for s in own]), Average.of([s.best for s in own])
+    each = [score for run in experiment.runs if (score := scores(run).get(task))]
+    return (Average.of([s.last for s in each]), Average.of([s.best for s in each])) if each else None

@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from .markup import tag, unbroken
-from .runs import Run
-from .scores import Group, Score, averages, differences, scores, settings
-from .words import amount, duration, interval, labels, percent, spread, status, swatch
+from ..console import amount, duration, percent, tag, unbroken
+from .labels import interval, run_labels, spread, status_badge, swatch
+from .runs import RunData
+from .scores import Experiment, Score, averages, differences, scores, settings
 
 
-def results_section(found: Sequence[Group], tasks: Sequence[str]) -> str:
-    parts = [tag("h2", "Results")]
+def results_section(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
+    elements = [tag("h2", "Results")]
     if tasks:
-        parts += [_last_best(found, tasks)]
-    return tag("section", *parts, tag("h3", "Every run"), _every_run(found, tasks), id="results")
+        elements += [_last_best(experiments, tasks)]
+    return tag("section", *elements, tag("h3", "Every run"), _every_run(experiments, tasks), id="results")
 
 
-def _last_best(found: Sequence[Group], tasks: Sequence[str]) -> str:
-    table = {(g, task): averages(group, task) for g, group in enumerate(found) for task in tasks}
+def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
+    table = {(g, task): averages(each, task) for g, each in enumerate(experiments) for task in tasks}
     top = {
         (task, k): max(both[k].mean for (_, t), both in table.items() if both and t == task)
         for task in tasks
         for k in (0, 1)
     }
-    metrics = {
-        task: sorted({s.metric for g in found for run in g.runs if (s := scores(run).get(task))}) for task in tasks
-    }
+    runs = [run for experiment in experiments for run in experiment.runs]
+    metrics = {task: sorted({s.metric for run in runs if (s := scores(run).get(task))}) for task in tasks}
     over = (
         tag("th", tag("b", escape(task)), escape(" / ".join(metrics[task]) + ", %"), colspan=2, scope="colgroup")
         for task in tasks
@@ -35,9 +34,9 @@ def _last_best(found: Sequence[Group], tasks: Sequence[str]) -> str:
     names = "".join(tag("th", text, scope="col") for _ in tasks for text in ("Last", "Best"))
     head = tag("thead", tag("tr", tag("td"), tag("td"), *over), tag("tr", *_heads("algorithm", "seeds"), names))
     rows, unfinished = [], False
-    for i, group in enumerate(found):
+    for i, experiment in enumerate(experiments):
         cells = []
-        early = any(run.status not in ("finished", "unknown") for run in group.runs)
+        early = any(run.status not in ("finished", "unknown") for run in experiment.runs)
         unfinished |= early
         for task in tasks:
             both = table[i, task]
@@ -46,10 +45,11 @@ def _last_best(found: Sequence[Group], tasks: Sequence[str]) -> str:
                     cells.append(tag("td", "–", class_="number"))
                     continue
                 text = tag("data", escape(spread(both[k])), value=repr(both[k].mean))
-                best = len(found) > 1 and both[k].mean >= top[task, k] - 1e-9
+                best = len(experiments) > 1 and both[k].mean >= top[task, k] - 1e-9
                 cells.append(tag("td", tag("strong", text) if best else text, class_="number"))
-        name = swatch(i) + escape(group.label) + (" †" if early else "")
-        rows.append(tag("tr", tag("th", name, scope="row"), tag("td", str(len(group.runs)), class_="number"), *cells))
+        name = swatch(i) + escape(experiment.label) + (" †" if early else "")
+        seeds = tag("td", str(len(experiment.runs)), class_="number")
+        rows.append(tag("tr", tag("th", name, scope="row"), seeds, *cells))
     caption = (
         "Last: the last evaluation of each run. Best: the highest of each run, which favours runs with many or noisy "
         "evaluations. Means over seeds ± their standard deviation; bold: highest in its column, which is no test of "
@@ -69,22 +69,22 @@ def _scroll(table: str, label: str) -> str:
     return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
-def _every_run(found: Sequence[Group], tasks: Sequence[str]) -> str:
-    runs = [run for group in found for run in group.runs]
+def _every_run(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
+    runs = [run for experiment in experiments for run in experiment.runs]
     many = len(tasks) > 1
     columns = ["task"] * many + ["first", "last", "95 % interval", "best", "at step"]
     head = _heads("run", "algorithm", "seed", "status", "step", *columns, "time", "tokens/s")
     bodies = []
-    for run, label in zip(runs, labels(runs), strict=True):
-        own, over = scores(run), (tasks or [""])
+    for run, label in zip(runs, run_labels(runs), strict=True):
+        by_task, over = scores(run), (tasks or [""])
         tall = {"rowspan": len(over)} if len(over) > 1 else {}
-        before = [escape(run.algorithm), escape(str(run.fact("seed", "–"))), status(run)]
+        before = [escape(run.algorithm), escape(str(run.fact("seed", "–"))), status_badge(run)]
         left = tag("th", escape(label), scope="row", **tall) + "".join(tag("td", text, **tall) for text in before)
         left += tag("td", str(run.step), class_="number", **tall)
         right = [tag("td", unbroken(t), class_="number", **tall) for t in (duration(run.seconds), amount(run.speed))]
         rows = []
         for task in over:
-            s = own.get(task)
+            s = by_task.get(task)
             numbers = [task] * many + (["–"] * 5 if s is None else _score_cells(s))
             cells = [tag("td", unbroken(text), class_="number") for text in numbers]
             rows.append(tag("tr", left, *cells, *right))
@@ -97,27 +97,27 @@ def _score_cells(s: Score) -> list[str]:
     return [percent(s.first), percent(s.last), interval(s) or "–", percent(s.best), str(s.best_step)]
 
 
-def settings_section(runs: Sequence[Run], found: Sequence[Group]) -> str:
+def settings_section(runs: Sequence[RunData], experiments: Sequence[Experiment]) -> str:
     shared = {
         key: value for key, value in settings(runs[0]).items() if all(settings(r).get(key) == value for r in runs)
     }
-    parts = [tag("h2", "Settings")]
+    elements = [tag("h2", "Settings")]
     if len(runs) > 1:
         differ = differences(runs)
         if differ:
             place = {id(run): i for i, run in enumerate(runs)}
-            heads = _heads("setting", *(escape(group.label) for group in found))
+            heads = _heads("setting", *(escape(experiment.label) for experiment in experiments))
             rows = []
             for key, values in differ.items():
-                each = (" / ".join(dict.fromkeys(values[place[id(run)]] for run in group.runs)) for group in found)
-                cells = (tag("td", escape(text)) for text in each)
+                seen = (dict.fromkeys(values[place[id(run)]] for run in each.runs) for each in experiments)
+                cells = (tag("td", escape(" / ".join(texts))) for texts in seen)
                 rows.append(tag("tr", tag("th", tag("code", escape(key)), scope="row"), *cells))
             table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", *rows), class_="differences")
-            parts += [tag("p", "Only what differs, seed and output aside."), _scroll(table, "Settings that differ")]
+            elements += [tag("p", "Only what differs, seed and output aside."), _scroll(table, "Settings that differ")]
         else:
-            parts.append(tag("p", "These runs differ in nothing but their seeds and folders."))
+            elements.append(tag("p", "These runs differ in nothing but their seeds and folders."))
     if shared:
         pairs = "".join(tag("div", tag("dt", escape(k)), tag("dd", escape(v))) for k, v in shared.items())
         title = "All of them" if len(runs) == 1 else f"The {len(shared)} settings that all runs share"
-        parts.append(tag("details", tag("summary", title), tag("dl", pairs)))
-    return tag("section", *parts, id="settings") if len(parts) > 1 else ""
+        elements.append(tag("details", tag("summary", title), tag("dl", pairs)))
+    return tag("section", *elements, id="settings") if len(elements) > 1 else ""

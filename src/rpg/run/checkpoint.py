@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from .folder import locked
 
 FORMAT = 1
 MANIFEST = "trainer/manifest.json"
@@ -78,7 +79,7 @@ def save(
     document = json.dumps(dict(state))  # a mistake in it is the caller's: before anything is written
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root):
+        with locked(root, wait=True):
             _clean(root)
             folder = root / f"{SAVING}{name}"
             try:
@@ -102,9 +103,9 @@ def save(
 def load(root: Path, warn: Callable[[str], None] = warnings.warn) -> Checkpoint | None:
     """The newest checkpoint that is whole; each newer one that is not goes to ``warn``, in one line."""
     if root.is_dir():
-        with contextlib.suppress(OSError), _locked(root, wait=False):  # else someone is saving, or we may only read
+        with contextlib.suppress(OSError, ValueError), locked(root):  # else someone is saving, or we may only read
             _clean(root)
-    for folder in reversed(list(found(root).values())):
+    for folder in reversed(list(folders(root).values())):
         try:
             return read(folder)
         except CheckpointError as error:
@@ -124,7 +125,7 @@ def read(folder: Path, verified: bool = False) -> Checkpoint:
         raise CheckpointError(f"{folder} cannot be read: {_line(error)}") from error
 
 
-def found(root: Path) -> dict[int, Path]:
+def folders(root: Path) -> dict[int, Path]:
     """The checkpoints by step, in order, whole or not."""
     names = ((NAME.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ()))
     return dict(sorted((int(match[1]), path) for match, path in names if match))
@@ -159,13 +160,13 @@ def verify(folder: Path) -> str | None:
 def prune(root: Path, keep: int, best: int | None = None, newest: int | None = None) -> None:
     """Delete all but the newest ``keep`` and the best. Those beyond step ``newest`` were damaged, or the run would have
     gone on from them: they go first."""
-    checkpoints = found(root)
+    checkpoints = folders(root)
     steps = [step for step in checkpoints if newest is None or step <= newest]
     kept = {*steps[max(len(steps) - keep, 0) :], best}
     doomed = [path for step, path in checkpoints.items() if step not in kept]
     if doomed:
         try:
-            with _locked(root):
+            with locked(root, wait=True):
                 for path in doomed:
                     path.rename(root / f"{REMOVED}{path.name}")
                 _sync(root)
@@ -222,17 +223,6 @@ def _clean(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _locked(root: Path, wait: bool = True) -> Iterator[None]:
-    """One process at a time changes the folder. The kernel frees the lock of a process that dies."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(handle)
-
-
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -268,7 +258,7 @@ def _failure(root: Path, name: str, error: Exception) -> str:
     reason = REASONS.get(number or 0) or (os.strerror(number) if number else _line(error))
     last = None
     with contextlib.suppress(OSError):  # the folder itself cannot be read
-        last = next(reversed(found(root).items()), None)
+        last = next(reversed(folders(root).items()), None)
     rest = f"the last checkpoint is step {last[0]} in {last[1]}" if last else "there is no earlier checkpoint"
     return " ".join(f"{reason}: cannot write {root / name}; {rest}".split())
 

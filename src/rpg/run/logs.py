@@ -1,4 +1,4 @@
-"""What a run writes: metrics.jsonl, samples.jsonl, summary.json, TensorBoard events, and W&B or trackio if asked for.
+"""What a run writes: metrics.jsonl, samples.jsonl, summary.json, and a row of each step to the trackers.
 
 The files are the record: a failure to write one is an error. A tracker is a convenience: it fails with one warning.
 """
@@ -6,8 +6,6 @@ The files are the record: a failure to write one is an error. A tracker is a con
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import json
 import math
 import os
@@ -16,21 +14,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from .config import LogConfig
+from .trackers import Row, SetupError, TensorBoard, TrackedRun, Tracker, Trackio, Wandb, import_tracker, plain
 
-Row = Mapping[str, Any]
 Warn = Callable[[str], None]
-TEXTS = 4  # responses shown in TensorBoard at an evaluation
 
 
 class LogError(OSError):
     """A file of the run could not be read or written; its text is one line that names it."""
-
-
-class SetupError(ValueError):
-    """A tracker was asked for that cannot work on this machine: told before the run starts."""
 
 
 @contextlib.contextmanager
@@ -49,17 +42,12 @@ def _naming(verb: str, path: Path) -> Iterator[None]:
 def encode(row: Row) -> bytes:
     """One line of JSON, "step" first; numbers that are not finite become null and are listed in "not_finite"."""
     flat: dict[str, Any] = {"step": row["step"]} if "step" in row else {}
-    flat.update((name, _plain(value)) for name, value in row.items())
+    flat.update((name, plain(value)) for name, value in row.items())
     bad = [name for name, value in flat.items() if isinstance(value, float) and not math.isfinite(value)]
     if bad:
         flat.update(dict.fromkeys(bad), not_finite=bad)
     text = json.dumps(flat, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "replace") + b"\n"
-
-
-def _plain(value: Any) -> Any:
-    """Scalars of torch and numpy as Python's own."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
 class MetricsFile:
@@ -105,26 +93,17 @@ class MetricsFile:
     def truncate_after(self, step: int) -> int:
         """Drop rows beyond ``step`` and a half-written last line; the rest stays as it is, byte for byte.
         Returns how many lines went. The file is replaced at once, or not at all."""
-        new = self.path.with_name(self.path.name + ".new")
         kept = 0
-        try:
-            with _naming("write", new), new.open("wb") as to:
-                for row, line in self._rows():
-                    if row["step"] <= step:
-                        kept += 1
-                        to.write(line)
-                to.flush()
-                os.fsync(to.fileno())
-            with _naming("read", self.path), self.path.open("rb") as old:
-                dropped = sum(1 for _ in old) - kept
-            if dropped:
-                self.close()
-                with _naming("write", self.path):
-                    os.replace(new, self.path)
-                self._open()
-        finally:
-            new.unlink(missing_ok=True)
-        return dropped
+        with _naming("read", self.path), self.path.open("rb") as old:
+            lines = sum(1 for _ in old)
+        with _replacing(self.path) as new:
+            for row, line in self._rows():
+                if row["step"] <= step:
+                    kept += 1
+                    new.write(line)
+        self.close()
+        self._open()
+        return lines - kept
 
     def _rows(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Whole rows with their bytes. Only the last line may be broken: a run was killed while it wrote."""
@@ -159,7 +138,7 @@ def write_summary(folder: str | Path, summary: Row) -> None:
 
 def _finite(value: Any) -> Any:
     """NaN and infinity as None, at any depth."""
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -168,11 +147,17 @@ def _finite(value: Any) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The old content or the new, never a part of it."""
+    with _replacing(path) as file:
+        file.write(text.encode("utf-8", "replace"))
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in the place of this one: the old content or the new, never a part of it."""
     new = path.with_name(path.name + ".new")
     try:
         with _naming("write", path), new.open("wb") as file:
-            file.write(text.encode("utf-8", "replace"))
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(new, path)
@@ -191,7 +176,7 @@ class RunLogs:
     """Everything a run logs to. A context manager; ``warn`` is told, once each, about trackers that gave up.
 
     resume  the checkpoint's step: rows beyond it are dropped and trackers go on with the same run; -1 drops all.
-            None starts anew, and refuses a folder that holds metrics already.
+            None starts a new run, and refuses a folder that holds metrics already.
     """
 
     def __init__(
@@ -207,9 +192,9 @@ class RunLogs:
         self.folder = Path(folder)
         self._warn = warn
         self._trackers: list[Tracker] = []
-        trackers = {"wandb": (config.wandb, Wandb), "trackio": (config.trackio, Trackio)}
-        asked = {name: (project, kind) for name, (project, kind) in trackers.items() if project}
-        modules = {name: _import(name) for name in asked}  # mistakes are told before anything is started
+        projects = {Wandb: config.wandb, Trackio: config.trackio}
+        asked = {kind: project for kind, project in projects.items() if project}
+        modules = {kind: import_tracker(kind.package) for kind in asked}  # mistakes are told before anything is started
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
         self._samples = MetricsFile(self.folder / "samples.jsonl")
         logged = -1
@@ -221,12 +206,12 @@ class RunLogs:
             logged = self._metrics.last_step()
             self._metrics.truncate_after(resume)
             self._samples.truncate_after(resume)
-        ids = self._ids(list(asked), new=resume is None)
-        start = Start(self.folder, run_name, config_dict, ids, resume, logged)
+        ids = self._ids([kind.package for kind in asked], new=resume is None)
+        run = TrackedRun(self.folder, run_name, dict(config_dict), ids, resume, logged)
         if config.tensorboard:
-            self._trackers.append(TensorBoard(start))
-        for name, (project, kind) in asked.items():
-            self._try(kind(start, modules[name], str(project)), lambda tracker: tracker.open())
+            self._trackers.append(TensorBoard(run))
+        for kind, project in asked.items():
+            self._try(kind(run, modules[kind], project), lambda tracker: tracker.open())
 
     def _ids(self, names: list[str], *, new: bool) -> dict[str, str]:
         """The run's id at each tracker, kept in the folder so that a resumed run goes on with it."""
@@ -243,17 +228,14 @@ class RunLogs:
     def metrics(self, row: Row) -> None:
         """One row for one step; it names its "step"."""
         self._metrics.write(row)
-        for tracker in list(self._trackers):
-            self._try(tracker, lambda tracker: tracker.row(row))
+        self._each(lambda tracker: tracker.row(row))
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Responses of a step, all or none of them written."""
         rows = [{"step": step, **row} for row in rows]
         self._samples.write(*rows)
-        evaluated = [row for row in rows if row.get("split") == "eval"]
-        if evaluated:
-            for tracker in list(self._trackers):
-                self._try(tracker, lambda tracker: tracker.texts(step, evaluated))
+        if evaluated := [row for row in rows if row.get("split") == "eval"]:
+            self._each(lambda tracker: tracker.texts(step, evaluated))
 
     def sync(self) -> None:
         """Metrics and samples onto the disk itself; call it before a checkpoint is made final."""
@@ -261,11 +243,14 @@ class RunLogs:
         self._samples.sync()
 
     def close(self) -> None:
-        for tracker in list(self._trackers):
-            self._try(tracker, lambda tracker: tracker.close())
+        self._each(lambda tracker: tracker.close())
         self._trackers = []
         self._metrics.close()
         self._samples.close()
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            self._try(tracker, call)
 
     def _try(self, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
         """Other people's services fail in their own ways: one warning, then without them."""
@@ -301,164 +286,3 @@ class NoLogs(RunLogs):
     def sync(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-# ---- trackers --------------------------------------------------------------------------------------------------------
-
-
-class Start:
-    """What a tracker is told at the start."""
-
-    def __init__(
-        self,
-        folder: Path,
-        run_name: str,
-        config: Mapping[str, Any],
-        ids: Mapping[str, str],
-        resume: int | None,
-        logged: int,
-    ) -> None:
-        self.folder = folder
-        self.run_name = run_name
-        self.config = dict(config)
-        self.ids = ids
-        self.resume = resume  # the checkpoint's step
-        self.logged = logged  # the last step that the run wrote before it was resumed
-
-
-class Tracker:
-    name = ""
-
-    def open(self) -> None: ...
-
-    def row(self, row: Row) -> None: ...
-
-    def texts(self, step: int, rows: Sequence[Row]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard(Tracker):
-    """Event files in the run's folder; the import (0.13 s after torch's) waits for the first row."""
-
-    name = "log.tensorboard"
-
-    def __init__(self, start: Start) -> None:
-        self._start = start
-        self._writer: Any = None
-
-    def _open(self) -> Any:
-        if self._writer is None:
-            try:
-                module = importlib.import_module("torch.utils.tensorboard")
-            except ImportError as error:
-                raise RuntimeError("needs: pip install tensorboard") from error
-            purge = None if self._start.resume is None else self._start.resume + 1
-            folder = str(self._start.folder / "tensorboard")
-            self._writer = module.SummaryWriter(folder, purge_step=purge, flush_secs=10)
-        return self._writer
-
-    def row(self, row: Row) -> None:
-        writer = self._open()
-        for name, value in numbers(row).items():
-            writer.add_scalar(name, value, row["step"])
-        writer.flush()
-
-    def texts(self, step: int, rows: Sequence[Row]) -> None:
-        writer = self._open()
-        for number, row in enumerate(rows[:TEXTS]):
-            writer.add_text(f"samples/{number}", markdown(row), step)
-        writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-def numbers(row: Row) -> dict[str, float]:
-    """The row's numbers, without its step; what is not finite stays so."""
-    plain = {name: _plain(value) for name, value in row.items() if name != "step"}
-    return {name: float(value) for name, value in plain.items() if isinstance(value, int | float)}
-
-
-def markdown(row: Row) -> str:
-    """A response as a text summary; indented, since it may hold any mark-up of its own."""
-    facts = "  ".join(f"**{key}** {row[key]}" for key in ("reward", "answer", "length", "finished") if key in row)
-    texts = [str(row.get(key, "")).replace("\n", "\n    ") for key in ("prompt", "response")]
-    return f"{facts}\n\n    {texts[0]}\n\nresponse:\n\n    {texts[1]}"
-
-
-def _import(name: str) -> Any:
-    """A tracker's package; a mistake of the set-up, so it stops the run before it starts."""
-    needs = f"log.{name} needs: pip install 'rpg-rl[{name}]'"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name:
-            raise SetupError(needs) from error
-        raise SetupError(f"log.{name}: {name} does not import: {error}") from error
-    if not hasattr(module, "init"):  # a folder of that name in the working directory
-        raise SetupError(needs)
-    return module
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the lines that trackers print on stdout."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
-class _Hosted(Tracker):
-    """A run at a service. Steps that it had before a resume are the same bits again, and are not sent twice."""
-
-    def __init__(self, start: Start, module: Any, project: str) -> None:
-        self._start, self._module, self._project = start, module, project
-        self._run: Any = None
-        self._next = start.logged + 1  # first step to send
-
-    def row(self, row: Row) -> None:
-        if row["step"] >= self._next:
-            self._run.log(numbers(row), step=row["step"])
-
-
-class Wandb(_Hosted):
-    name = "log.wandb"
-
-    def open(self) -> None:
-        online = os.environ.get("WANDB_MODE", "online") == "online" and self._module.setup().settings.mode == "online"
-        if online and not self._module.login(prompt=False):  # raises without a network
-            raise SetupError("log.wandb: no API key; run `wandb login`, or set WANDB_MODE=offline")
-        settings = self._module.Settings(silent=True, console="off", init_timeout=60, finish_timeout=60)
-        self._run = self._module.init(
-            project=self._project,
-            id=self._start.ids["wandb"],
-            name=self._start.run_name,
-            config=self._start.config,
-            dir=str(self._start.folder),
-            resume="allow",
-            settings=settings,
-        )
-        self._next = self._run.step or self._next  # what the server has; 0 offline
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio(_Hosted):
-    """Local, in $TRACKIO_DIR, unless $TRACKIO_SPACE_ID or $TRACKIO_SERVER_URL say otherwise."""
-
-    name = "log.trackio"
-
-    def open(self) -> None:
-        resume = "never" if self._start.resume is None else "allow"
-        name = f"{self._start.run_name}-{self._start.ids['trackio']}"  # trackio knows a run by its name
-        with _quiet():
-            self._run = self._module.init(
-                project=self._project, name=name, config=self._start.config, resume=resume, embed=False
-            )
-        self._next = getattr(self._run, "_next_step", 0) or self._next  # a killed run's last rows may not have arrived
-
-    def close(self) -> None:
-        with _quiet():
-            self._module.finish()  # not the run's own: that would be finished, and say so, once more at exit

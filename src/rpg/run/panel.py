@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .figures import (
-    ASCII,
-    BLOCKS,
-    TROUBLE,
-    Clock,
-    Evaluation,
-    Row,
-    clock,
-    fixed,
-    number,
-    numbers_of,
-    percent,
-    printable,
-    sparkline,
-)
+from ..console import clock, fixed, number, percent
+from .progress import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.segment import Segment
 
 Spans = list[tuple[str, str]]  # text and rich style
 
 
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.:-=+*#"
+
+
+def sparkline(
+    values: list[float], width: int, *, low: float | None = None, high: float | None = None, marks: str = BLOCKS
+) -> str:
+    """The whole history in at most ``width`` characters, means of equal parts; from low to high, or its own range."""
+    n, width = len(values), max(0, width)
+    if n > width:
+        cuts = [i * n // width for i in range(width + 1)] if width else [0]
+        bins = [[v for v in values[a:b] if math.isfinite(v)] for a, b in pairwise(cuts)]
+    else:
+        bins = [[v] if math.isfinite(v) else [] for v in values]
+    means = [sum(part) / len(part) if part else None for part in bins]
+    heights = [m for m in means if m is not None]
+    if not heights:
+        return " " * len(means)
+    bottom = min(heights) if low is None else low
+    span = (max(heights) if high is None else high) - bottom
+    top = len(marks) - 1
+
+    def mark(m: float | None) -> str:
+        if m is None:
+            return " "
+        place = (m - bottom) / span if span > 0 and math.isfinite(span) else 0.0
+        return marks[min(top, max(0, round(place * top)))]
+
+    return "".join(map(mark, means))
+
+
+@dataclass(frozen=True)
 class Cell:
     """A metric in the panel's grid: its name, its last value, its curve."""
 
-    def __init__(
-        self,
-        label: str,
-        name: str,
-        form: Callable[[float | None], str] = number,
-        low: float | None = None,
-        high: float | None = None,
-    ) -> None:
-        self.label, self.name, self.form, self.low, self.high = label, name, form, low, high
+    label: str
+    name: str
+    form: Callable[[float | None], str] = number
+    low: float | None = None
+    high: float | None = None
 
 
 # pairs at 80 columns, triples at 120: both read well row by row
@@ -70,33 +86,34 @@ class Panel:
         self.closed = False
         self.drawn: list[int] = []  # widths of the last frame's lines
         self._title = title
-        self._clock = Clock(steps)
+        self._timer = StepTimer(steps)
         self._curves: dict[str, list[float]] = {}
-        self._evals: dict[str, tuple[Evaluation, Evaluation]] = {}  # first and last
+        self._evals: dict[str, tuple[EvalMetrics, EvalMetrics]] = {}  # first and last
         self._row: dict[str, float] = {}
-        self._trouble = dict.fromkeys(TROUBLE, 0.0)
+        self._failures = dict.fromkeys(FAILURES, 0.0)
         self._body: tuple[tuple[int, bool], list[Spans]] | None = None  # drawn again only when there is a new row
 
     def step(self, row: Row) -> None:
         row = numbers_of(row)
-        self._clock.step(row)
+        self._timer.step(row)
         self.add(row)
 
     def add(self, row: Row) -> None:
-        self._clock.done = int(row.get("step", self._clock.done))
+        self._timer.done = int(row.get("step", self._timer.done))
         for cell in CELLS:
             if cell.name in row:
                 self._curves.setdefault(cell.name, []).append(row[cell.name])
-        for e in Evaluation.of(row):
+        for e in EvalMetrics.of(row):
             self._evals[e.task] = (self._evals.get(e.task, (e, e))[0], e)
             self._curves.setdefault(f"eval/{e.task}", []).append(e.mean)
-        for name in TROUBLE:
-            self._trouble[name] += row.get(name, 0.0)
+        for name in FAILURES:
+            self._failures[name] += row.get(name, 0.0)
         self._row.update({name: value for name, value in row.items() if name.startswith("time/")})
         self._body = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
+        from rich.style import Style
 
         width = options.max_width
         lines = self.lines(width, ascii_only=options.ascii_only)
@@ -105,7 +122,7 @@ class Panel:
         for i, spans in enumerate(lines):
             if i:
                 yield Segment.line()
-            yield from (_segment(text, style) for text, style in spans)
+            yield from (Segment(text, Style.parse(style) if style else None) for text, style in spans)
 
     def lines(self, width: int, *, ascii_only: bool = False) -> list[Spans]:
         key = (width, ascii_only)
@@ -121,7 +138,7 @@ class Panel:
 
     def _bar(self, width: int, ascii_only: bool) -> Spans:
         """━━━━━━━━╸─────────  42/60  1:12 elapsed, 0:31 left"""
-        c = self._clock
+        c = self._timer
         now = time.monotonic()
         left = c.left(now)
         times = f"{clock((c.last if self.closed else now) - c.started)} elapsed"
@@ -153,20 +170,19 @@ class Panel:
                 line += [(" " * GAP, "")] if line else []
                 line += _fit(self._cell(cell, room, marks), room)
             yield line
-        if trouble := [f"{TROUBLE[name]} {count:g}" for name, count in self._trouble.items() if count]:
-            yield [("   ".join(trouble), "red")]
+        if failed := [f"{FAILURES[name]} {count:g}" for name, count in self._failures.items() if count]:
+            yield [("   ".join(failed), "red")]
 
-    def _held_out(self, task: str, first: Evaluation, last: Evaluation, width: int, marks: str) -> Spans:
+    def _held_out(self, task: str, first: EvalMetrics, last: EvalMetrics, width: int, marks: str) -> Spans:
         """held-out mean@8 0.312 → 0.874 [0.851, 0.894]  ▁▃▅▆▇█  pass@8 0.970  arithmetic"""
         arrow = "->" if marks == ASCII else "→"
         label, place = ("held-out", f"  {task}") if len(self._evals) == 1 else (task, "")
         line = _fit([(label, "dim")], LABEL - 1)
         line += [(f" {last.metric} ", "dim"), (f"{first.mean:.3f} {arrow} " if first is not last else "", "")]
         line += [(f"{last.mean:.3f}", "bold green"), (f" {last.interval}", "dim")]
-        passed = f"  {last.passed[0]} {last.passed[1]:.3f}" if last.passed else ""
         values = self._curves[f"eval/{task}"]
         rest = width - sum(_cells(text) for text, _ in line) - 2
-        for end in (passed + place, passed, ""):
+        for end in (last.passed + place, last.passed, ""):
             room = rest - _cells(end)
             if room >= min(12, len(values)) or not end:
                 curve = sparkline(values, room, low=0.0, high=1.0, marks=marks)
@@ -185,14 +201,18 @@ class Panel:
 
     def _shares(self) -> str:
         """Where the last step's time went: 1.20 s/step, rollout 62 %, train 35 %"""
-        each = self._clock.seconds_a_step()
+        each = self._timer.seconds_a_step()
         if each is None:
             return ""
         total = self._row.get("time/step", 0.0)
-        parts = {name: self._row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "train")}
-        shares = {name: 100 * part / total for name, part in parts.items()} if total > 0 else {}
+        seconds = {name: self._row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "train")}
+        shares = {name: 100 * part / total for name, part in seconds.items()} if total > 0 else {}
         shown = [f", {name} {share:.0f} %" for name, share in shares.items() if share >= 0.5]
         return f"{number(each)} s/step{''.join(shown)}"
+
+
+def printable(text: str, encoding: str) -> str:
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def _cells(text: str) -> int:
@@ -229,10 +249,3 @@ def _border(left: str, line: str, right: str, width: int, start: tuple[str, str]
 def _shorten(lines: list[Spans], height: int) -> list[Spans]:
     """A terminal of few rows: the frame, the bar and as many metrics as fit."""
     return lines if len(lines) <= height else [*lines[: max(1, height - 1)], lines[-1]][: max(1, height)]
-
-
-def _segment(text: str, style: str) -> Segment:
-    from rich.segment import Segment
-    from rich.style import Style
-
-    return Segment(text, Style.parse(style) if style else None)

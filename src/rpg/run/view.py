@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Literal, Self
 
-from ..console import one_of
-from .figures import TROUBLE, Clock, Evaluation, Row, clock, fixed, number, numbers_of, printable
-from .panel import Panel
+from ..console import clock, fixed, number, one_of
+from .panel import Panel, printable
+from .progress import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,7 @@ class PlainView(View):
 
     def __init__(self, title: str, steps: int, console: Console) -> None:
         self._title, self._console = title, console
-        self._clock = Clock(steps)
+        self._timer = StepTimer(steps)
         self._every = max(1, math.ceil(steps / self.LINES))
         self._shown = self._start = 0
         self._at = time.monotonic()
@@ -115,35 +115,33 @@ class PlainView(View):
 
     def history(self, rows: Iterable[Row]) -> None:
         self._start = max((int(row.get("step", 0)) for row in rows), default=0)
-        self._shown = self._clock.done = self._start
+        self._shown = self._timer.done = self._start
 
     def step(self, row: Row) -> None:
-        row, now, timer = numbers_of(row), time.monotonic(), self._clock
+        row, now, timer = numbers_of(row), time.monotonic(), self._timer
         timer.step(row, now)
         trained = any(name in row for _, name, *_ in COLUMNS)
         due = timer.done - self._shown >= self._every or now - self._at >= self.SECONDS
         first_or_last = timer.done in (self._start + 1, timer.steps)
-        found = Evaluation.of(row)
-        trouble = [f"{text} {row[name]:g}" for name, text in TROUBLE.items() if row.get(name)]
-        if trained and (due or first_or_last or found or trouble):
+        evaluations = EvalMetrics.of(row)
+        failures = [f"{text} {row[name]:g}" for name, text in FAILURES.items() if row.get(name)]
+        if trained and (due or first_or_last or evaluations or failures):
             self._shown, self._at = timer.done, now
-            self._print(self._place("step") + "".join(self._cells(row, trouble)))
-        for e in found:
-            passed = f"  {e.passed[0]} {e.passed[1]:.3f}" if e.passed else ""
-            self._print(
-                f"{self._place('eval')}  {e.task} {e.metric} {e.mean:.3f} {e.interval}".rstrip() + passed, "bold"
-            )
+            self._print(self._place("step") + "".join(self._cells(row, failures)))
+        for e in evaluations:
+            scores = f"{self._place('eval')}  {e.task} {e.metric} {e.mean:.3f} {e.interval}".rstrip()
+            self._print(scores + e.passed, "bold")
 
     def _place(self, word: str) -> str:
-        steps = str(self._clock.steps)
-        return f"{word} {self._clock.done:>{len(steps)}}/{steps}"
+        steps = str(self._timer.steps)
+        return f"{word} {self._timer.done:>{len(steps)}}/{steps}"
 
-    def _cells(self, row: Row, trouble: list[str]) -> Iterable[str]:
+    def _cells(self, row: Row, failures: list[str]) -> Iterable[str]:
         for label, name, width, form in COLUMNS:
             yield f"  {label} {form(row.get(name)):>{width}}"
-        left = self._clock.left()
+        left = self._timer.left()
         yield f"  left {'-' if left is None else clock(left)}"
-        for text in trouble:
+        for text in failures:
             yield f"  {text}"
 
     def message(self, text: str, style: Style = "info") -> None:

@@ -127,7 +127,7 @@ def _find(
     found = checkpoint.load(folder / "checkpoints", warn)
     if found is None and config.checkpoint.keep == 0:
         raise ValueError(f"nothing to resume in {folder}: with checkpoint.keep 0 no checkpoint is written")
-    if found is None and checkpoint.found(folder / "checkpoints"):
+    if found is None and checkpoint.folders(folder / "checkpoints"):
         raise ValueError(f"no checkpoint in {folder} is whole: nothing to resume from (a new run needs a new --output)")
     return found
 
@@ -153,7 +153,7 @@ def _open(
     at = None if not resume else -1 if found is None else found.step
     logs = stack.enter_context(RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn))
     if resume:
-        view.history(read_rows(folder / "metrics.jsonl"))
+        view.history(read_rows(folder / "metrics.jsonl", []))
     return logs
 
 

@@ -92,7 +92,7 @@ def _averaging(run: Trainer) -> bool:
 
 
 def _best_step(run: Trainer) -> int | None:
-    saved = set(checkpoint.found(run.folder / "checkpoints"))
+    saved = set(checkpoint.folders(run.folder / "checkpoints"))
     scored = [e for e in run.evals if e["step"] in saved]
     return int(best_of(scored)["step"]) if scored else None
 
