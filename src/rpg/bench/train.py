@@ -17,7 +17,7 @@ from ..run.config import Config, OptimConfig, RolloutConfig
 from ..training.batch import Batch
 from ..training.optim import make_optimizer
 from ..training.reference import batch_logp
-from ..training.setup import resolve
+from ..training.setup import method_of
 from ..training.update import Updater
 from .rows import Column, Row, Section, Target
 from .shapes import make_model, make_tokenizer, random_prompts, vocabulary
@@ -87,11 +87,11 @@ def _seconds(model: Any, sizes: Sizes, recompute: bool) -> float:
     fuse(model)  # as the engine of a run does
     policy = Policy(model, make_tokenizer(vocabulary(model)))
     config = _config(sizes, recompute)
-    algorithm = resolve(config)
+    method = method_of(config)
     optimizer = make_optimizer(policy.parameters(), config.optim)
     batch = make_batch(policy, sizes)
     with TemporaryDirectory(prefix="rpg-bench-") as folder:
-        updater = Updater(config, algorithm, policy, optimizer, Path(folder))
+        updater = Updater(config, method, policy, optimizer, Path(folder))
         steps = iter(range(1, 1000))
 
         def update() -> None:
