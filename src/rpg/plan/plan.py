@@ -22,6 +22,7 @@ from ..models.adapters import weights as adapter_weights
 from ..models.meta import Shell, shell
 from ..rollout.vllm import GPU_SHARE
 from ..run.config import Config
+from ..training.old_logp import OldLogp
 from ..training.setup import algorithm_of, check_rewards, method_of, pick_device, pick_dtype, warnings_about
 from .data import Data, data_of
 
@@ -134,8 +135,7 @@ def plan(
         slots=sizes.slots if needed.total <= available else max(sizes.slots, IF_IT_FITTED),
     )
     data = data_of(config)
-    by_vllm = rollout.engine == "vllm" and rollout.old_logp == "auto"
-    passes = held + (rollout.old_logp == "recompute" or by_vllm or method.loss.level != "token")
+    passes = held + OldLogp(config, method.loss, dtype).always
     prompt = prompt_tokens or data.prompt
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):

@@ -1,6 +1,6 @@
 """``rpg train``: prompts -> rollouts -> verified rewards -> groups -> advantages -> minibatches -> loss -> step.
 
-Read ``Trainer.step`` first. Everything random is a function of the seed and the step (randomness.py), and everything
+Read ``Trainer.step`` first. Everything random is a function of the seed and the step (run/seeds.py), and everything
 else that a step depends on is in the checkpoint: a run that was killed and resumed ends in the same bits.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,12 +83,11 @@ def train(config: Config, *, resume: bool = False, world: World = ALONE) -> dict
 
     Of several ranks (ranks.joined) all call it; the first shows, logs and saves.
     """
-    folder = Path(config.output)
     title = f"{config.algorithm} · {config.model} · {config.task.name} · seed {config.seed}"
     shown = make_view(config.log.view, title=title, steps=config.steps) if world.first else Mute()
     with shown as view, contextlib.ExitStack() as stack:
         try:
-            trainer, logs = _set_up(config, folder, view, resume, stack, world)
+            trainer, logs = _set_up(config, view, resume, stack, world)
         except (ValueError, OSError, checkpoint.CheckpointError, RankFailed) as error:
             raise Failed(str(error), setup=True) from error
         except RuntimeError as error:
@@ -99,26 +98,22 @@ def train(config: Config, *, resume: bool = False, world: World = ALONE) -> dict
 
 
 def _set_up(
-    config: Config, folder: Path, view: View, resume: bool, stack: contextlib.ExitStack, world: World
+    config: Config, view: View, resume: bool, stack: contextlib.ExitStack, world: World
 ) -> tuple[Trainer, RunLogs]:
-    def warn(text: str) -> None:
-        view.message(text, "warning")
-
-    start = world.fail_together(lambda: _find(config, folder, resume, stack, warn) if world.first else None)
+    start = world.fail_together(lambda: _find(config, view, resume, stack) if world.first else None)
     if world.size > 1 and (where := world.from_rank0(None if start is None else start.folder)) is not None:
         start = start or checkpoint.read(where, verified=True)
-    trainer = stack.enter_context(Trainer(config, folder, view, start, world))
+    trainer = stack.enter_context(Trainer(config, Path(config.output), view, start, world))
     world.on_failure = trainer.write_failure
     if not world.first:
         world.fail_together(lambda: None)
         return trainer, NoLogs()
-    return trainer, world.fail_together(lambda: _open(config, folder, view, resume, stack, start, warn))
+    return trainer, world.fail_together(lambda: _open(config, view, resume, stack, start))
 
 
-def _find(
-    config: Config, folder: Path, resume: bool, stack: contextlib.ExitStack, warn: Callable[[str], None]
-) -> checkpoint.Checkpoint | None:
+def _find(config: Config, view: View, resume: bool, stack: contextlib.ExitStack) -> checkpoint.Checkpoint | None:
     """The checkpoint to go on from. A folder that cannot be trained in is refused."""
+    folder = Path(config.output)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output: {folder} is a file; give a folder with --output")
     if not resume:
@@ -128,7 +123,7 @@ def _find(
     if not (folder / "config.yaml").exists():
         raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
     stack.enter_context(locked(folder))
-    newest = checkpoint.load(folder / "checkpoints", warn)
+    newest = checkpoint.load(folder / "checkpoints", lambda text: view.message(text, "warning"))
     if newest is None and config.checkpoint.keep == 0:
         raise ValueError(f"nothing to resume in {folder}: with checkpoint.keep 0 no checkpoint is written")
     if newest is None and checkpoint.found(folder / "checkpoints"):
@@ -137,15 +132,14 @@ def _find(
 
 
 def _open(
-    config: Config,
-    folder: Path,
-    view: View,
-    resume: bool,
-    stack: contextlib.ExitStack,
-    start: checkpoint.Checkpoint | None,
-    warn: Callable[[str], None],
+    config: Config, view: View, resume: bool, stack: contextlib.ExitStack, start: checkpoint.Checkpoint | None
 ) -> RunLogs:
     """The run's folder and what is written into it: no mistake up to here."""
+
+    def warn(text: str) -> None:
+        view.message(text, "warning")
+
+    folder = Path(config.output)
     if not resume:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(folder))

@@ -90,14 +90,6 @@ class Reference:
             self.renewal.renewed()
         return due
 
-    @property
-    def average_kl(self) -> float:
-        return self.renewal.average_kl
-
-    @property
-    def renewals(self) -> int:
-        return self.renewal.renewals
-
     def _blend(self, policy: Policy, share: float) -> None:
         for (name, held), other in zip(self._weights().items(), _weights(policy).values(), strict=True):
             copy_of, new = local(held), local(other)

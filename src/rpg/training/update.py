@@ -151,24 +151,24 @@ class Updater:
         Of several ranks each computes a share of the micro-batches. Gradients are added when they are shared out again,
         and the denominator is that of all. The metrics are those of the whole optimiser step, however it was cut.
         """
-        micro = rank_micro_batches(batch, tokens, self.policy.packs, self.world)
-        rule = self._fitted(micro)
+        micro_batches = rank_micro_batches(batch, tokens, self.policy.packs, self.world)
+        policy_loss = self._fitted(micro_batches)
         # all before the first pass, as each waits for the device
-        packings = [self.policy.pack(p.start_B, p.mask_BT, p.ids_BL.shape[1], p.group_B) for _, p in micro]
-        denominator = float(rule.count(batch.mask_BT))
+        packings = [self.policy.pack(p.start_B, p.mask_BT, p.ids_BL.shape[1], p.group_B) for _, p in micro_batches]
+        denominator = float(policy_loss.count(batch.mask_BT))
         logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
         keep_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int) if self.method.curvature_gate else None
         curvature = None if keep_BT is None else self._curvature()
         losses = []
-        for i, (index, part) in enumerate(micro):
+        for i, (index, part) in enumerate(micro_batches):
             scored = self._score(part, packings[i])
             packings[i] = None  # what its layers shared goes with the backward pass
             if index is None:  # another rank has more: take part
                 (scored.logp_BT.sum() * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.accumulate()
                 continue
-            keep = None if keep_BT is None else self._keep(rule, part, scored, denominator, curvature)
-            out = rule(
+            keep = None if keep_BT is None else self._keep(policy_loss, part, scored, denominator, curvature)
+            out = policy_loss(
                 scored.logp_BT, **part.loss_inputs, denominator=denominator, entropy=scored.entropy_BT, keep=keep
             )
             out.loss.backward()  # type: ignore[no-untyped-call]
@@ -184,7 +184,7 @@ class Updater:
             self.world.add(keep_BT)
             kept_BT = keep_BT.bool() | ~batch.mask_BT
         with torch.no_grad():
-            out = rule(logp_BT, **batch.loss_inputs, denominator=denominator, entropy=entropy_BT, keep=kept_BT)
+            out = policy_loss(logp_BT, **batch.loss_inputs, denominator=denominator, entropy=entropy_BT, keep=kept_BT)
             gated = {} if kept_BT is None else {"clip/gated": (~kept_BT)[batch.mask_BT].float().mean()}
             means.add(out.metrics | gated)
         return sum(self.world.gather(sum(torch.stack(losses).tolist()) if losses else 0.0)), logp_BT
@@ -194,13 +194,13 @@ class Updater:
         return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, recompute, packing)
 
     @torch.no_grad()
-    def _fitted(self, micro: list[tuple[Tensor | None, Batch]]) -> PolicyLoss:
+    def _fitted(self, micro_batches: list[tuple[Tensor | None, Batch]]) -> PolicyLoss:
         """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once."""
         rule = self.method.loss
         if not isinstance(rule.clip, Adaptive):
             return rule
         ratios = [torch.zeros(0, device=self.policy.device)]
-        for index, part in micro:
+        for index, part in micro_batches:
             logp = self._score(part, None).logp_BT
             if index is None:
                 continue
