@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -204,7 +205,7 @@ class Collector:
         rollout, dynamic, position = self.config.rollout, self.method.dynamic, self.position
         kept: list[Group] = []
         sampled: list[Group] = []
-        failures: dict[str, int] = {}
+        failures: Counter[str] = Counter()
         messages: list[str] = []
         seconds = {"rollout": 0.0, "reward": 0.0}
         rounds = 0
@@ -216,8 +217,7 @@ class Collector:
             rounds += 1
             sampled += groups
             kept += [group for group in groups if group.informative or not dynamic]
-            for name, number in scores.failures.items():
-                failures[name] = failures.get(name, 0) + number
+            failures.update(scores.failures)
             messages += scores.messages
         informative = sum(group.informative for group in sampled) / len(sampled)
         position.keep_rate = 0.7 * position.keep_rate + 0.3 * informative
@@ -268,14 +268,9 @@ class Collector:
         responses, scores = self.sampler.score(repeated, list(chain(*rollouts, *greedy)))
         if self.method.overlong:
             responses = self._penalised(responses)
+        baselines = [response.reward for response in responses[len(chosen) * n :]] if greedy else [None] * len(chosen)
         groups = [
-            Group(
-                problem,
-                prompt,
-                responses[i * n : (i + 1) * n],
-                responses[len(prompts) * n + i].reward if greedy else None,
-            )
-            for i, (problem, prompt) in enumerate(chosen)
+            Group(problem, ids, responses[i * n : (i + 1) * n], baselines[i]) for i, (problem, ids) in enumerate(chosen)
         ]
         seconds["reward"] += perf_counter() - start
         return groups, scores

@@ -72,8 +72,9 @@ class MixedOptimizer:
         return isinstance(self.optimizer, ScheduleFreeAdamW)
 
     @property
-    def keeps_average(self) -> bool:
-        """Whether the trained weights are neither those to ship nor, as masters, in the optimiser's state."""
+    def needs_parameters(self) -> bool:
+        """Whether a checkpoint has to hold the trained weights too: not the ones to ship, nor in the state, as masters
+        are."""
         return self.schedule_free and len(self._rounded) < len(self.masters)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class RunState:
         """Of sharded ones whole copies, on the first rank. All ranks have to call it."""
         named = self.learner.parameters()
         tensors: dict[str, Mapping[str, Tensor]] = {"optimizer": optimizer_tensors(self.optimizer, named)}
-        if self.optimizer.keeps_average:  # model/ has the average; this is what to go on from
+        if self.optimizer.needs_parameters:  # model/ has the average; this is what to go on from
             tensors["parameters"] = {name: p.detach() for name, p in named}
         if weights := self.reference.tensors():
             tensors["reference"] = weights
@@ -84,7 +84,7 @@ class RunState:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Into a run whose model and progress were loaded already. Every rank takes its share."""
         state, named = checkpoint.state, self.learner.parameters()
-        if self.optimizer.keeps_average:
+        if self.optimizer.needs_parameters:
             with torch.no_grad():
                 stored = checkpoint.tensors("parameters")
                 for name, p in named:
