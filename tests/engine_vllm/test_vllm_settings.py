@@ -9,7 +9,7 @@ import rpg
 from engine_vllm.small_models import PROMPTS, make
 from rpg.rollout.vllm import VllmEngine, merged_state, stored_state
 from rpg.run.config import Config, RolloutConfig
-from rpg.training.update import OldLogp
+from rpg.training.old_logp import OldLogp
 
 peft = pytest.importorskip("peft")
 
