@@ -66,7 +66,7 @@ EXPECTED = (
 )  # one line each
 
 
-class Failed(Exception):
+class Failed(ValueError):
     """The run cannot go on; its text is one line. ``setup``: nothing was done yet, what was asked for is impossible."""
 
     def __init__(self, message: str, setup: bool = False):
@@ -260,8 +260,6 @@ class Trainer:
                 self._warn(message)
                 raise KeyboardInterrupt(message) from None
             raise
-        if self.config.log.report and self.world.first:
-            self._report()
         if summary["message"]:
             self._warn(summary["message"])
         return summary
@@ -465,14 +463,6 @@ class Trainer:
 
     def seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.begin
-
-    def _report(self) -> None:
-        from ..report import read_run, write
-
-        try:
-            write([read_run(self.folder)], self.folder / "report.html")
-        except OSError as error:  # the run itself is whole
-            self._warn(f"no report.html: {_text(error)}")
 
 
 def _text(error: BaseException) -> str:
