@@ -49,17 +49,14 @@ def answer(policy, engine, task, problems, samples, seed):
     """For each problem: its prompt, responses to it, and their scores, 1 for the right answer, else 0."""
     prompts = [policy.encode(problem.prompt) for problem in problems]
     rollouts = engine.generate(prompts, n=samples, max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=seed)
-    groups = []
     for problem, prompt, group in zip(problems, prompts, rollouts, strict=True):
-        scores = [task.reward(policy.decode(rollout.tokens), problem.answer, problem.prompt) for rollout in group]
-        groups.append((prompt, group, scores))
-    return groups
+        yield prompt, group, [task.reward(policy.decode(r.tokens), problem.answer, problem.prompt) for r in group]
 
 
 def accuracy(policy, engine, task):
     """Share of right responses to problems that are never trained on. The same random numbers each time."""
     groups = answer(policy, engine, task, task.test[:EVAL_PROBLEMS], EVAL_SAMPLES, stream(0, "eval"))
-    return sum(sum(scores) for _, _, scores in groups) / (len(groups) * EVAL_SAMPLES)
+    return float(torch.tensor([scores for _, _, scores in groups]).mean())
 
 
 def token_logp(model, ids_BT):
@@ -77,24 +74,26 @@ def train(steps=50, seed=0):
     parameters = list(policy.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     next_problem, keep_rate, history, start = 0, 1.0, [], time.time()
-    print(f"step   0  held-out accuracy {accuracy(policy, engine, task):.1%}")
 
     for step in range(1, steps + 1):
+        if step % EVAL_EVERY == 1:
+            print(f"held-out accuracy {accuracy(policy, engine, task):.1%}")
+
         # Prompts -> responses -> scores. A group whose scores are all equal has no advantages and teaches nothing:
         # drop it, and sample others until there are enough (dynamic sampling). Every random number is a function of
         # the seed, its purpose and the step, so there is no generator whose state would have to be kept.
-        groups, sampled = [], []
+        groups, scores = [], []  # groups to learn from; the scores of all, a list for each group
         for attempt in range(MAX_ROUNDS):
             if len(groups) >= PROMPTS:
                 break
             wanted = math.ceil((PROMPTS - len(groups)) * min(OVERSAMPLE / max(keep_rate, 0.1), 4))
             problems = task.train[next_problem : next_problem + wanted]
             next_problem += wanted
-            new = answer(policy, engine, task, problems, SAMPLES, stream(seed, "rollout", step, attempt))
-            sampled += new
-            groups += [group for group in new if max(group[2]) > min(group[2])]
-        share = sum(max(scores) > min(scores) for _, _, scores in sampled) / len(sampled)
-        keep_rate = 0.7 * keep_rate + 0.3 * share  # of groups, lately: how many prompts the next step has to ask for
+            for group in answer(policy, engine, task, problems, SAMPLES, stream(seed, "rollout", step, attempt)):
+                scores.append(group[-1])
+                if max(scores[-1]) > min(scores[-1]):
+                    groups.append(group)
+        keep_rate = 0.7 * keep_rate + 0.3 * len(groups) / len(scores)  # so that the next step asks for enough prompts
         groups = groups[:PROMPTS]
         if not groups:
             print(f"step {step:3d}  every group was all right or all wrong: nothing to learn")
@@ -104,7 +103,7 @@ def train(steps=50, seed=0):
         # is the reward less its group's mean, so the other responses to a prompt are the baseline.
         responses = [(prompt, rollout) for prompt, group, _ in groups for rollout in group]
         group_B = torch.arange(len(groups)).repeat_interleave(SAMPLES)
-        score_B = torch.tensor([score for _, _, scores in groups for score in scores])
+        score_B = torch.tensor([score for _, _, group_scores in groups for score in group_scores])
         length_B = torch.tensor([len(rollout.tokens) for _, rollout in responses])
         reward_B = score_B + soft_overlong_penalty(length_B, MAX_NEW_TOKENS, OVERLONG_TOKENS)
         advantage_B = method.advantage(reward_B, group_B)
@@ -134,16 +133,11 @@ def train(steps=50, seed=0):
             optimizer.step()
             optimizer.zero_grad()
 
-        right = sum(sum(scores) for _, _, scores in sampled) / (len(sampled) * SAMPLES)
-        row = {"step": step, "right": right, "loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
-        line = (
-            f"step {step:3d}  right {right:.3f}  kept {len(groups)} of {len(sampled)} groups  loss {row['loss']:+.4f}"
-        )
-        print(f"{line}  gradient {row['grad_norm']:.3f}  {time.time() - start:.0f} s")
-        if step % EVAL_EVERY == 0 or step == steps:
-            row["accuracy"] = accuracy(policy, engine, task)
-            print(f"step {step:3d}  held-out accuracy {row['accuracy']:.1%}")
-        history.append(row)
+        right, loss, norm = (float(torch.tensor(x).mean()) for x in (scores, losses, norms))
+        history.append({"step": step, "right": right, "loss": loss, "grad_norm": norm})
+        line = f"step {step:3d}  right {right:.3f}  kept {len(groups)} of {len(scores)} groups  loss {loss:+.4f}"
+        print(f"{line}  gradient {norm:.3f}  {time.time() - start:.0f} s")
+    print(f"held-out accuracy {accuracy(policy, engine, task):.1%}")
     return policy, history
 
 

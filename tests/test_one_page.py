@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -63,14 +64,14 @@ def seen(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_its_first_two_steps_are_those_of_rpg_train(page, seen, tmp_path, seed):
+@pytest.mark.parametrize("seed", [1, 2])
+def test_its_first_two_steps_are_those_of_rpg_train(page, seen, tmp_path, capsys, seed):
     policy, history = page.train(steps=2, seed=seed)
     sampled, advantages = seen()
     run = rpg.train(output=tmp_path / "run", steps=2, seed=seed, device="cpu", **SETTINGS)
     trained_sampled, trained_advantages = seen()
 
-    assert len(sampled) >= 4  # two evaluations, and at least one round of sampling in each step
+    assert len(sampled) > 4  # two evaluations, two steps, and in one of them at least a second round of prompts
     assert sampled == trained_sampled
     assert len(advantages) == 2
     for ours, theirs in zip(advantages, trained_advantages[-2:], strict=True):  # before them the method is tried out
@@ -80,19 +81,21 @@ def test_its_first_two_steps_are_those_of_rpg_train(page, seen, tmp_path, seed):
     rows = run.metrics[1:]
     assert [row["step"] for row in rows] == [row["step"] for row in history] == [1, 2]
     for ours, theirs in zip(history, rows, strict=True):
-        assert ours["right"] == pytest.approx(theirs["reward/solved"], rel=1e-12)
+        assert ours["right"] == pytest.approx(theirs["reward/solved"], rel=1e-6)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-8)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert history[-1]["accuracy"] == pytest.approx(rows[-1]["eval/arithmetic/mean@2"])
+    shown = re.findall(r"held-out accuracy (.*)%", capsys.readouterr().out)
+    assert shown == [f"{100 * row['eval/arithmetic/mean@2']:.1f}" for row in (run.metrics[0], run.metrics[-1])]
 
     start = load_file(Path(rpg.models.__path__[0]) / "builtin" / "model.safetensors")
     trained = load_file(run.checkpoint("last") / "model" / "model.safetensors")
     ours = policy.model.state_dict()
+    assert trained.keys() <= ours.keys()
     moved = torch.cat([(trained[name] - start[name]).flatten() for name in trained])
     apart = torch.cat([(trained[name] - ours[name]).flatten() for name in trained])
     assert moved.norm() > 0
     assert apart.norm() <= 1e-5 * torch.cat([x.flatten() for x in trained.values()]).norm()
-    assert apart.norm() <= 1e-2 * moved.norm()  # AdamW's first steps are signs: what is noise in a gradient is a step
+    assert apart.norm() <= 1e-4 * moved.norm()
 
 
 def test_it_fits_on_a_page():

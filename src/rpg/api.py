@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .report.runs import Run as RunData
     from .training.evaluate import Evaluation
 
-# torch is imported where it is needed: a mistake in the settings is told at once.
-
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts" style="width:100%;height:48rem;border:0"></iframe>'
 
 
@@ -39,9 +37,9 @@ def train(config: Config | str | os.PathLike[str] | None = None, *, resume: bool
 
     What cannot work is a ValueError of one line. Under torchrun every process calls this; the first one writes.
     """
-    from .distributed.ranks import joined
-
     config = configure(config, settings=settings, resume=resume)
+    from .distributed.ranks import joined  # imports torch: a mistake in the settings is told before
+
     with joined(config.device) as world:
         fit(config, resume=resume, world=world)
     return Run(config.output)
