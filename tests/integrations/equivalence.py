@@ -27,7 +27,7 @@ from rpg.training.collect import Group, Response
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import batch_logp
-from rpg.training.setup import resolve
+from rpg.training.setup import method_of
 from rpg.training.update import Updater
 
 GROUPS, SAMPLES = 4, 4  # 16 rows: on 2 processes, 4 micro-batches of 2 each
@@ -48,8 +48,7 @@ class Case:
 
     @cached_property
     def method(self) -> Method:
-        config = self.config
-        return resolve(config).resolve(config.rollout.dynamic, config.rollout.overlong, config.reference.update)
+        return method_of(self.config)
 
     @property
     def prompts(self) -> list[list[int]]:

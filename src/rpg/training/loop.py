@@ -70,7 +70,7 @@ EXPECTED = (
 )  # one line each
 
 
-class Failed(Exception):
+class Failed(ValueError):
     """The run cannot go on; its text is one line. ``setup``: nothing was done yet, what was asked for is impossible."""
 
     def __init__(self, message: str, setup: bool = False):
@@ -250,8 +250,6 @@ class Trainer:
                 self._warn(message)
                 raise KeyboardInterrupt(message) from None
             raise
-        if self.config.log.report and self.world.first:
-            self._report()
         if summary["message"]:
             self._warn(summary["message"])
         return summary
@@ -444,14 +442,6 @@ class Trainer:
             yield
         if self.optimizer.schedule_free:
             self.sync()
-
-    def _report(self) -> None:
-        from ..report import read_run, write
-
-        try:
-            write([read_run(self.folder)], self.folder / "report.html")
-        except OSError as error:  # the run itself is whole
-            self._warn(f"no report.html: {_text(error)}")
 
 
 def _due(step: int, every: int) -> bool:

@@ -17,7 +17,6 @@ from ..costs.memory import CPU_TOKENS
 from ..distributed.ranks import ALONE, World
 from ..distributed.shards import ShardedPolicy, cut, local, swapped_in
 from ..loss.anchor import Renewal
-from ..loss.methods import Algorithm
 from ..models import adapters
 from ..models.policy import Policy
 from ..run.config import ReferenceConfig
@@ -25,11 +24,6 @@ from .batch import Batch, rank_micro_batches
 from .optim import HALF
 
 AVERAGE = "average/"  # in front of the names of averages in a checkpoint
-
-
-def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
-    """To be deleted: read Method.anchor."""
-    return algorithm.resolve(update=config.update).anchor
 
 
 class Reference:

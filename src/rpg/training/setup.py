@@ -157,9 +157,6 @@ def algorithm_of(config: Config) -> Algorithm:
     return chosen
 
 
-resolve = algorithm_of  # to be deleted, with the last that imports it
-
-
 def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
     """Two groups of two tokens, so that a combination which cannot be trained is known before anything is sampled."""
     if samples < 2 and chosen.advantage.kind in ("group-mean", "group-mean-std", "leave-one-out"):
