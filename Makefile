@@ -20,7 +20,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:   # two targets would set up one environment at once; what can be done side by side asks for it below
 endif
 
-.PHONY: help train test test-rpg test-in-verl test-trl-vllm test-vllm test-verl lint audit audit-page bench clean
+.PHONY: help train check check-core test test-rpg test-in-verl test-trl-vllm test-vllm test-verl lint audit audit-page bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -59,6 +59,16 @@ lint: $(VENV)/ready            ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The proofs of the losses, the order of the rooms, what the docs say, a run killed and resumed: what most changes can break.
+CORE := tests/test_layers.py tests/loss tests/audit/test_audit.py tests/test_docs.py::test_what_a_page_says_is_so \
+	"tests/run/test_kill.py::test_the_same_bits[adamw]"
+
+check: $(VENV)/ready            ## two minutes: lint, types, and the tests of what must be exact
+	@$(MAKE) --no-print-directory -j2 -Otarget lint check-core
+
+check-core: $(VENV)/ready            ## the tests of `make check`
+	$(BIN)/pytest -n 2 --dist worksteal $(CORE) --ignore tests/loss/test_mutations.py
 
 # Two jobs at a time: environments beside one another and beside lint; then pytest on two cores; then the tests of the
 # other two environments, side by side. After lint every part runs whatever the others say; its last line stands at the end.

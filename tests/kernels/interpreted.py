@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,16 +16,32 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 
 
+@functools.cache
 def interpreted(module: str, seconds: float = 300) -> dict[str, str]:
     """Run every ``check_*`` function of ``kernels.<module>`` under the interpreter: name -> '' or what it raised."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, f"kernels.{module}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = [line.split("\t", 2)[1:] for line in done.stdout.splitlines() if line.startswith("check\t")]
-    assert results, f"{module} has no check"
+    process = _process()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    process.stdin.write(f"kernels.{module}\n")
+    process.stdin.flush()
+    printed = list(itertools.takewhile(lambda line: line != "done\n", process.stdout))
+    timer.cancel()
+    results = [line.rstrip("\n").split("\t", 2)[1:] for line in printed if line.startswith("check\t")]
+    assert results, "".join(printed[-30:])
     return dict(results)
+
+
+@functools.cache
+def _process() -> subprocess.Popen[str]:
+    """Does the imports, which take seconds, and forks a child for every module. Ends when its input does."""
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [sys.executable, __file__]
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
 
 
 def _run(name: str) -> None:
@@ -39,4 +59,14 @@ def _run(name: str) -> None:
 
 
 if __name__ == "__main__":
-    _run(sys.argv[1])
+    import triton  # noqa: F401
+
+    import tiny  # noqa: F401
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _run(line.strip())
+            os._exit(0)
+        os.waitpid(child, 0)
+        print("done", flush=True)

@@ -192,12 +192,12 @@ def test_never_raises(response, truth):
         "1. ",
     ],
 )
-@pytest.mark.parametrize("tail", ["", "\\boxed{1}", "#### 1", "answer is 1"])
-def test_a_megabyte_takes_no_time(piece, tail):
-    text = piece * (MEGABYTE // len(piece)) + tail
-    start = time.process_time()
-    verify(text, "1")
-    assert time.process_time() - start < 1.5
+def test_a_megabyte_takes_no_time(piece):
+    for tail in ("", "\\boxed{1}", "#### 1", "answer is 1"):
+        text = piece * (MEGABYTE // len(piece)) + tail
+        start = time.process_time()
+        verify(text, "1")
+        assert time.process_time() - start < 1.5, tail
 
 
 def test_a_megabyte_of_answer():
