@@ -155,7 +155,7 @@ def test_metrics_are_means_over_what_was_not_rejected():
     assert all_of_it["actor/rpg/kl/ref"] == [pytest.approx(whole["actor/rpg/kl/ref"].aggregate())]
     metrics.over_kept(found)
     logp_BT = moved_logp(case)
-    own = case.algorithm.loss(logp_BT, case.batch.old_logp_BT, case.batch.advantage, mask, reference_logp(case)).metrics
+    own = case.method.loss(logp_BT, case.batch.old_logp_BT, case.batch.advantage, mask, reference_logp(case)).metrics
     for name in ("kl/old", "kl/ref", "ratio/max", "ess", "entropy_sampled"):
         assert found[f"actor/rpg/{name}"] == [pytest.approx(float(own[name]), rel=1e-5)], name
 
@@ -206,7 +206,7 @@ def test_through_the_registry_alone_a_reference_is_missing_and_old_is_enough():
         "config": actor,
     }
     loss, metrics = get_policy_loss_fn("rpg-reinforce-urkl")(**given)
-    expected = case.algorithm.loss(given["log_prob"], given["old_log_prob"], batch.advantage, batch.mask_BT)
+    expected = case.method.loss(given["log_prob"], given["old_log_prob"], batch.advantage, batch.mask_BT)
     torch.testing.assert_close(loss, expected.loss)
     assert metrics["actor/rpg/kl/old"] == pytest.approx(float(expected.metrics["kl/old"]))
     with pytest.raises(ValueError, match="grpo needs ref_log_prob"):

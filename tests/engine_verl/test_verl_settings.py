@@ -13,11 +13,11 @@ def test_options_are_those_of_a_recipe():
     chosen = settings(
         "rpg:rpg-reinforce-urkl", {"beta": 1e-3, "high": 0.3, "reference": {"update": "every", "every": 5}}
     )
-    assert chosen.algorithm.loss.beta == 1e-3
-    assert chosen.algorithm.loss.clip.high == 0.3
-    assert (chosen.anchor, chosen.reference.every, chosen.needs_reference) == ("every", 5, True)
+    assert chosen.method.loss.beta == 1e-3
+    assert chosen.method.loss.clip.high == 0.3
+    assert (chosen.method.anchor, chosen.reference.every, chosen.needs_reference) == ("every", 5, True)
     assert settings("dapo", {"mismatch": "tis"}).needs_sampler
-    assert settings("rpg-urkl", {"kl_to_go": True, "kl_in_clip": False}).algorithm.loss.kl_to_go
+    assert settings("rpg-urkl", {"kl_to_go": True, "kl_in_clip": False}).method.loss.kl_to_go
     assert settings("grpo", {"reference": {"update": "kl", "smoothing": 0}}).reference.smoothing == 0
 
 

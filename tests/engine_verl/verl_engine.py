@@ -108,8 +108,8 @@ def overrides_of(case, mode="rpg:"):
     options = dict(case.options) | ({} if case.reference == "auto" else {"reference.update": case.reference})
     nested = dict(case.options) | ({} if case.reference == "auto" else {"reference": {"update": case.reference}})
     found = wanted(settings(case.name, nested)) | {"actor_rollout_ref.actor.policy_loss.loss_mode": mode + case.name}
-    if case.algorithm.loss.reduction == "constant":
-        found[f"{ACTOR}.loss_scale_factor"] = int(case.algorithm.loss.constant)
+    if case.method.loss.reduction == "constant":
+        found[f"{ACTOR}.loss_scale_factor"] = int(case.method.loss.constant)
     return [f"{k}={v}" for k, v in found.items()] + [f"+{OPTIONS}.{k}={v}" for k, v in options.items()]
 
 

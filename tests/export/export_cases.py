@@ -47,7 +47,8 @@ def recipe(name="builtin/rpg-urkl.yaml", **flags):
 
 
 def where(**settings):
-    return verl.Where(Start("/models/a model"), FOLDER, **({"chat": False, "gpus": 4, "nodes": 2} | settings))
+    usual = {"folder": FOLDER, "chat": False, "gpus": 4, "nodes": 2}
+    return verl.VerlLaunch(Start("/models/a model"), **(usual | settings))
 
 
 @functools.cache

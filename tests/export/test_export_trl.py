@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 
 from rpg.cli import main
 from rpg.export import trl
-from rpg.export.start import Start
+from rpg.export.start import Launch, Start
 from rpg.models.policy import Policy
 from rpg.run.config import Config
 from rpg.run.settings import build
@@ -40,7 +40,7 @@ def recipe(name="builtin/rpg-urkl.yaml", **flags):
 def test_every_recipe(name):
     """The numbers of the recipe, and a script that Python reads."""
     config = recipe(name)
-    where = trl.Where(Start("/model"), gpus=4, nodes=2)
+    where = Launch(Start("/model"), gpus=4, nodes=2)
     found = trl.fields(config, where)
     rollout, optim = config.rollout, config.optim
     responses = found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] * 8
@@ -137,7 +137,7 @@ def test_adapters_and_checkpoints():
     config = build(Config, file=RECIPES["builtin/rpg-urkl.yaml"], flags={"peft.method": "lora", "peft.options.r": "4"})
     assert "make_config('lora', {'r': 4})" in trl.script(config)
     start = Start("/base", "/run/model", 40, 1280, "last checkpoint of run, step 40")
-    text = trl.script(replace(config, steps=50), trl.Where(start))
+    text = trl.script(replace(config, steps=50), Launch(start))
     assert "AutoPeftModelForCausalLM.from_pretrained(MODEL, is_trainable=True)" in text
     assert "TASK.train[1280 : 1280 + 320]" in text
     assert "STEPS_BEFORE, STEPS_A_BATCH = 40, 4" in text

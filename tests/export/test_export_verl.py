@@ -14,9 +14,10 @@ from export_cases import ADAPTER, FOLDER, RECIPES, REFUSED, VARIANTS, configs, r
 
 from rpg.export import verl
 from rpg.export.optim import ScheduledAdamW
+from rpg.export.overrides import text
+from rpg.export.recipe import method_of
 from rpg.export.start import Start
 from rpg.training.optim import learning_rate
-from rpg.training.setup import resolve
 
 PAPER = "paper/qwen3-4b-2k/"
 COMPOSED = [
@@ -45,7 +46,7 @@ def value_of(config, name):
 def means_the_same(found, config):
     """The numbers of the recipe in a config of verl's."""
     rollout, optim = config.rollout, config.optim
-    actor, chosen = found["actor_rollout_ref"]["actor"], resolve(config)
+    actor, method = found["actor_rollout_ref"]["actor"], method_of(config)
     data, sampler = found["data"], found["actor_rollout_ref"]["rollout"]
     # batches: prompts × samples responses in a step, cut into as many minibatches, each used as often
     assert data["train_batch_size"] == rollout.prompts
@@ -79,9 +80,9 @@ def means_the_same(found, config):
     given = loss.get("rpg", {})
     assert {key: given[key] for key in config.loss} == config.loss
     assert actor["entropy_coeff"] == actor["kl_loss_coef"] == 0
-    assert found["algorithm"].get("filter_groups", {}).get("enable", False) == verl.dynamic(config, chosen)
+    assert found["algorithm"].get("filter_groups", {}).get("enable", False) == method.dynamic
     penalty = found["reward"].get("reward_kwargs")
-    assert (penalty is not None) == verl.overlong(config, chosen)
+    assert (penalty is not None) == method.overlong
     if penalty is not None:
         assert found["reward"]["reward_manager"]["name"] == "dapo"
         zone = penalty["overlong_buffer_cfg"]
@@ -93,19 +94,19 @@ def means_the_same(found, config):
 
 @pytest.mark.parametrize("name", configs())
 def test_every_recipe(name):
-    means_the_same(tree(verl.export(configs()[name], where()).settings), configs()[name])
+    means_the_same(tree(verl.export(configs()[name], where())), configs()[name])
 
 
 def test_every_name_is_in_a_command_that_verl_has_taken():
-    made = {name: set(verl.export(config, where()).settings) for name, config in configs().items()}
+    made = {name: set(verl.export(config, where())) for name, config in configs().items()}
     taken = set().union(*(made[name] for name in COMPOSED))
     assert {name: keys - taken for name, keys in made.items() if keys - taken} == {}
 
 
 def test_verl_takes_them(tmp_path):
     """Through hydra and verl's own checks, the plugin's among them, every value is the one that was meant."""
-    exports = {name: verl.export(configs()[name], where()).settings for name in COMPOSED}
-    commands = {name: verl.command(configs()[name], where())[3:] for name in COMPOSED}
+    exports = {name: verl.export(configs()[name], where()) for name in COMPOSED}
+    commands = {name: [f"{key}={text(value)}" for key, value in made.items()] for name, made in exports.items()}
     for odd in ODD:
         given = printed(odd_folder(tmp_path, odd), "data.seed=7")
         commands[odd] = [*(one for one in given if str(tmp_path) in one), given[-1]]
@@ -135,7 +136,7 @@ def odd_folder(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     start = Start(f"{verl.FOLDER}/model")
-    there = verl.Where(start, chat=False, tests=("test.parquet", "test-ö (2).parquet"))
+    there = verl.VerlLaunch(start, chat=False, tests=("test.parquet", "test-ö (2).parquet"))
     (folder / "run.sh").write_text(verl.run_sh(recipe(), there, "title"), encoding="utf-8")
     return folder
 
@@ -159,7 +160,7 @@ def adapter(folder, **settings):
 
 
 def model_settings(config, start):
-    settings = verl.export(config, replace(where(), start=start)).settings
+    settings = verl.export(config, replace(where(), start=start))
     return {name.rpartition(".")[2]: value for name, value in settings.items() if ".model." in name}
 
 
@@ -198,10 +199,10 @@ def test_the_reference():
         "reference by kl": {"update": "kl", "kl": 0.1, "smoothing": 0.9},
     }
     for name, rule in rules.items():
-        actor = tree(verl.export(configs()[name], where()).settings)["actor_rollout_ref"]["actor"]
+        actor = tree(verl.export(configs()[name], where()))["actor_rollout_ref"]["actor"]
         assert actor["policy_loss"]["rpg"]["reference"] == rule
         assert actor["use_kl_loss"]
-    in_reward = tree(verl.export(configs()["builtin/reinforce++.yaml"], where()).settings)["algorithm"]
+    in_reward = tree(verl.export(configs()["builtin/reinforce++.yaml"], where()))["algorithm"]
     assert in_reward["use_kl_in_reward"]
     assert (in_reward["kl_ctrl"]["kl_coef"], in_reward["kl_penalty"]) == (0.01, "kl")
 
@@ -209,7 +210,7 @@ def test_the_reference():
 def test_several_gpus_for_each_vllm():
     def size(gpus, nodes, parallel):
         config = recipe(**{"rollout.vllm.tensor_parallel_size": parallel, "rollout.prompts": 48})
-        found = verl.export(config, where(gpus=gpus, nodes=nodes)).settings
+        found = verl.export(config, where(gpus=gpus, nodes=nodes))
         return found["actor_rollout_ref.rollout.tensor_model_parallel_size"]
 
     assert (size(4, 2, "4"), size(8, 1, "2"), size(4, 2, "8")) == (4, 2, 8)
@@ -219,7 +220,7 @@ def test_several_gpus_for_each_vllm():
 
 
 def test_the_context_is_written_once():
-    found = verl.export(recipe(**{"rollout.vllm.max_model_len": "4096"}), where()).settings
+    found = verl.export(recipe(**{"rollout.vllm.max_model_len": "4096"}), where())
     assert {name: value for name, value in found.items() if "max_model_len" in name} == {
         "actor_rollout_ref.rollout.max_model_len": 4096
     }
@@ -228,7 +229,7 @@ def test_the_context_is_written_once():
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_preset_that_verl_cannot_have(name):
     with pytest.raises(ValueError, match=f"algorithm={Path(name).stem} .*{REFUSED[name]}"):
-        verl.command(recipe(name))
+        verl.export(recipe(name))
 
 
 @pytest.mark.parametrize(
@@ -253,14 +254,14 @@ def test_a_preset_that_verl_cannot_have(name):
 )
 def test_what_has_no_counterpart_is_refused_by_name(flags, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        verl.command(recipe(**flags))
+        verl.export(recipe(**flags))
     assert "\n" not in str(error.value)
 
 
 def test_going_on_from_a_checkpoint():
     config = recipe(**{"reference.update": "every", "steps": 50})
     start = Start("/run/checkpoints/step-000040/model", step=40, where="last checkpoint of run, step 40")
-    settings = verl.export(config, replace(where(), start=start)).settings
+    settings = verl.export(config, replace(where(), start=start))
     assert settings["trainer.total_training_steps"] == 10
     assert settings["actor_rollout_ref.actor.optim.override_optimizer_config"]["begin"] == 160
     for update in ("frozen", "kl"):

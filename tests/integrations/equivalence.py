@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from rpg.loss.methods import Algorithm
+from rpg.loss.methods import Method
 from rpg.models.policy import Policy
 from rpg.rollout import Rollout
 from rpg.run.config import Config, OptimConfig, RolloutConfig
@@ -25,7 +25,7 @@ from rpg.tasks import Problem
 from rpg.training.batch import Batch, make_batch, with_advantages
 from rpg.training.collect import Group, Response
 from rpg.training.optim import make_optimizer
-from rpg.training.reference import batch_logp, rule_of
+from rpg.training.reference import batch_logp
 from rpg.training.setup import resolve
 from rpg.training.update import Updater, prepared
 
@@ -46,8 +46,9 @@ class Case:
     # ---- what every engine is given ------------------------------------------------------------------------------
 
     @cached_property
-    def algorithm(self) -> Algorithm:
-        return resolve(self.config)
+    def method(self) -> Method:
+        config = self.config
+        return resolve(config).resolve(config.rollout.dynamic, config.rollout.overlong, config.reference.update)
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -98,7 +99,7 @@ class Case:
 
     @property
     def has_reference(self) -> bool:
-        return rule_of(self.algorithm, self.config.reference) != "old"
+        return self.method.anchor != "old"
 
     def model(self, weights: dict[str, Tensor]) -> torch.nn.Module:
         made = tiny.make("llama", spread=0.08)
@@ -142,10 +143,8 @@ class Case:
         batch = make_batch(self._groups(self.rollout_logp), 0, torch.device("cpu"))
         old_BT = batch_logp(self.policy(self.theta0), batch, None)
         ref_BT = batch_logp(self.policy(self.theta_ref), batch, None) if self.has_reference else None
-        needs = "ref_logp" in self.algorithm.loss.needs or self.algorithm.advantage.beta > 0
-        batch = prepared(batch, old_BT, ref_BT, needs)
-        greedy = self.greedy_rewards if self.algorithm.advantage.kind == "greedy-baseline" else None
-        return with_advantages(batch, self.algorithm.advantage, greedy)
+        batch = prepared(batch, old_BT, ref_BT, self.method.needs_reference)
+        return with_advantages(batch, self.method.advantage, self.greedy_rewards if self.method.needs_greedy else None)
 
 
 def through_rpg_train(case: Case, accumulation: int = 1) -> tuple[float, dict[str, Tensor]]:
@@ -163,7 +162,7 @@ def through_rpg_train(case: Case, accumulation: int = 1) -> tuple[float, dict[st
 
     optimizer.clip = look  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        updater = Updater(config, case.algorithm, policy, optimizer, Path(folder))
+        updater = Updater(config, case.method, policy, optimizer, Path(folder))
         accumulate = updater._accumulate
         updater._accumulate = lambda batch, means, _: accumulate(batch, means, tokens)  # type: ignore[method-assign]
         metrics = updater.update(case.batch, step=1)

@@ -14,9 +14,9 @@ pytest.importorskip("trl")
 from transformers import TrainerCallback
 
 from integrations.trl_small import history, lora, prompts, trainer, weights
-from rpg.integrations.trl.metrics import StepMeans
 from rpg.integrations.trl.reference import Reference
 from rpg.integrations.trl.scores import Scores
+from rpg.integrations.trl.trainer import StepMeans
 from rpg.loss.advantages import Advantage
 from rpg.run.config import ReferenceConfig
 

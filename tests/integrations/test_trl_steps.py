@@ -75,7 +75,7 @@ def test_tokens_of_tools_have_no_part():
     for row, ones in zip(keep_BT, mask, strict=True):
         row[: len(ones)] = torch.tensor(ones, dtype=torch.bool)
     scored = policy.score(batch.ids_BL, batch.start_B, batch.mask_BT, batch.group_B)
-    loss = case.algorithm.loss(scored.logp_BT, scored.logp_BT.detach(), batch.advantage, keep_BT).loss
+    loss = case.method.loss(scored.logp_BT, scored.logp_BT.detach(), batch.advantage, keep_BT).loss
     loss.backward()
     same(found, (float(loss.detach()), {name: p.grad for name, p in policy.parameters()}))
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
-from rpg.integrations.verl import reference
+from rpg.integrations.verl import metrics, reference
 from rpg.integrations.verl.settings import settings
 from rpg.loss.anchor import Renewal
 from rpg.models.policy import Policy
@@ -77,7 +77,7 @@ def test_nothing_of_verls_is_touched_unless_the_settings_ask_for_it(monkeypatch)
         save_checkpoint = load_checkpoint = update_actor
 
     before = dict(vars(Worker))
-    monkeypatch.setitem(sys.modules, reference.WORKERS, SimpleNamespace(ActorRolloutRefWorker=Worker))
+    monkeypatch.setitem(sys.modules, metrics.WORKERS, SimpleNamespace(ActorRolloutRefWorker=Worker))
     for asked in ("old", "frozen"):
         reference.install(settings("rpg-reinforce-urkl", {"reference": {"update": asked}}))
     assert dict(vars(Worker)) == before

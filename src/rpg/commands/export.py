@@ -124,15 +124,16 @@ def _copy_model(folder: Path) -> None:
 
 def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
     from ..export import data, verl
-    from ..export.files import reward_file
     from ..export.overrides import FOLDER
+    from ..export.recipe import method_of
+    from ..export.reward import reward_file
     from ..tasks import load_task
-    from ..training.setup import resolve
+    from ..training.setup import held_out
 
     start = _start(args, config)
     at_home, (start, own) = start.model, _own_model(start, FOLDER)
     chat, alone = config.task.chat is not False, args.settings_only
-    where = verl.Where(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
+    where = verl.VerlLaunch(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
     verl.export(config, where)  # what cannot be is refused before anything is loaded
     task_of = config.task
     written: dict[str, list[dict[str, Any]]] = {}
@@ -140,16 +141,14 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
     copies: list[Path] = []
     if not alone:
         task = load_task(task_of.name, config.seed, task_of.test, task_of.prompt_key, task_of.answer_key, look=False)
-        dynamic = verl.dynamic(config, resolve(config))
+        dynamic = method_of(config).dynamic
         problems, in_order = data.train_problems(task, config, start.problem, start.steps_left(config), dynamic)
-        sets = data.test_problems(task, config)
-        tokenizer = data.load_tokenizer(at_home, config)
+        sets = held_out(task, config)
+        tokenizer, context = data.load_tokenizer(at_home, config)
         chat = data.uses_chat(tokenizer, config)
         data.check_prompts(tokenizer, chat, [problems, *sets.values()], config)
         names = {name: data.file_name(name, i) for i, name in enumerate(sets)}
-        where = replace(
-            where, context=data.context(at_home, config), chat=chat, in_order=in_order, tests=tuple(names.values())
-        )
+        where = replace(where, context=context, chat=chat, in_order=in_order, tests=tuple(names.values()))
         written["train.parquet"] = data.rows(problems, task.name, "train", config)
         written |= {file: data.rows(sets[name], name, "test", config) for name, file in names.items()}
         rewards, copies = reward_file(config, task, _title(args, config))
@@ -177,16 +176,17 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
 
 def _write_trl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
     from ..export import trl
+    from ..export.start import Launch
 
     start, own = _own_model(_start(args, config), "$HERE")
-    where = trl.Where(start, args.gpus, args.nodes)
+    where = Launch(start, args.gpus, args.nodes)
     script = trl.script(config, where, _title(args, config))
     folder.mkdir(parents=True, exist_ok=True)
     if own:
         _copy_model(folder)
     (folder / "recipe.yaml").write_text(to_yaml(config), encoding="utf-8")
     (folder / "train.py").write_text(script, encoding="utf-8")
-    line = f"{trl.launch(where)} {shlex.quote(str(folder / 'train.py'))}"
+    line = f"{trl.command(where)} {shlex.quote(str(folder / 'train.py'))}"
     return _said(folder, ["recipe.yaml", *["model"][:own], "train.py"], start, line)
 
 

@@ -10,13 +10,12 @@ from typing import Any
 from ..run.config import Config
 from ..tasks import ENDLESS, Problem, Task
 from ..training.collect import prompt_parts
-from ..training.setup import held_out
 from .reward import tag_text
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # a chat template that adds nothing
 TAGS = "<think></think><answer></answer>\\boxed{}"
 LOOKED_AT = 256
-ROOM = 2  # with dynamic sampling: problems of an endless task that are written for each one wanted
+SPARE = 2  # with dynamic sampling: problems of an endless task that are written for each one wanted
 
 
 def train_problems(task: Task, config: Config, begin: int, steps: int, dynamic: bool) -> tuple[Sequence[Problem], bool]:
@@ -25,12 +24,8 @@ def train_problems(task: Task, config: Config, begin: int, steps: int, dynamic: 
         raise ValueError(f"task {config.task.name!r} has no problems to train on")
     if len(task.train) < ENDLESS:
         return task.train, False
-    count = steps * config.rollout.prompts * (ROOM if dynamic else 1)
+    count = steps * config.rollout.prompts * (SPARE if dynamic else 1)
     return task.train[begin : begin + count], True
-
-
-def test_problems(task: Task, config: Config) -> dict[str, list[Problem]]:
-    return held_out(task, config)
 
 
 def messages(problem: Problem, config: Config) -> list[dict[str, str]]:
@@ -61,42 +56,30 @@ def rows(problems: Sequence[Problem], source: str, split: str, config: Config) -
     ]
 
 
-def write(path: Path, found: list[dict[str, Any]]) -> None:
+def write(path: Path, table: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pylist(found), path)
+    pq.write_table(pa.Table.from_pylist(table), path)
 
 
 # ---- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(model: str, config: Config) -> Any:
-    """Without the weights."""
-    from transformers import AutoTokenizer
+def load_tokenizer(model: str, config: Config) -> tuple[Any, int | None]:
+    """The model's tokenizer, and the tokens it was made for, where it says so. The weights are not read."""
+    from transformers import AutoConfig, AutoTokenizer
 
     from ..models.loading import SHARED, explain
 
     options = {name: value for name, value in config.model_options.items() if name in SHARED}
     try:
-        return AutoTokenizer.from_pretrained(model, **options)
+        tokenizer = AutoTokenizer.from_pretrained(model, **options)
+        about = AutoConfig.from_pretrained(model, **options).get_text_config()
     except Exception as error:  # of transformers, tokenizers and the hub: each has its own kinds
         raise ValueError(explain(model, error)) from error
-
-
-def context(model: str, config: Config) -> int | None:
-    """Tokens the model was made for, where it says so."""
-    from transformers import AutoConfig
-
-    from ..models.loading import SHARED, explain
-
-    options = {name: value for name, value in config.model_options.items() if name in SHARED}
-    try:
-        found = AutoConfig.from_pretrained(model, **options).get_text_config()
-    except Exception as error:
-        raise ValueError(explain(model, error)) from error
-    length = getattr(found, "max_position_embeddings", None)
-    return length if isinstance(length, int) else None
+    context = getattr(about, "max_position_embeddings", None)
+    return tokenizer, context if isinstance(context, int) else None
 
 
 def uses_chat(tokenizer: Any, config: Config) -> bool:

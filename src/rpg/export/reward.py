@@ -1,4 +1,4 @@
-"""rpg's rewards inside another trainer: written down as text when a recipe is exported, made again on its workers."""
+"""rpg's rewards inside verl: written into a file, reward.py, at the export; made again on verl's workers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,79 @@ from typing import Any
 
 from ..rewards.importing import FILES, load_function
 from ..rewards.scoring import Part
-from ..tasks import Scorer
-from ..tasks.reward import well_formed
+from ..run.config import Config
+from ..tasks import Scorer, Task
+from ..tasks.reward import make_reward, well_formed
 from ..tasks.sources.gym import GymReward
 from ..tasks.sources.mixture import ByPart
 from ..tasks.sources.tagged import Tagged
+from ..tasks.templates import template_text
 
 GATHER = 0.005  # seconds in which calls that come at about the same time are taken together
 UNIT = 1e-9  # rewards closer than this are equal to ``rpg train`` too
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+HEAD = '''\
+"""The reward of {title}: rpg's own, as rpg train scores. rpg must be installed on every node."""
+
+from pathlib import Path
+
+from rpg.export.reward import Rewards, Written
+
+REWARDS = Rewards(
+    parts=[
+{parts}
+    ],
+    here=Path(__file__).parent,
+    workers={workers},
+    timeout={timeout},
+    on_error={on_error},
+    memory_gb={memory_gb},
+)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
+    """verl's: score, the reward without a penalty on length; acc, whether it is solved; signal, for group filtering."""
+    return REWARDS(solution_str, ground_truth, extra_info)
+'''
+
+
+def reward_file(config: Config, task: Task, title: str) -> tuple[str, list[Path]]:
+    """(reward.py, the user's own files that have to lie beside it). What cannot be imported is a ValueError here."""
+    asked = config.task
+    if asked.template is not None:
+        template_text(asked.template)
+    copies: list[Path] = []
+    lines = []
+    for part in make_reward(asked.reward, asked.rewards, task, asked.template):
+        function = described(part.function)
+        loaded(function, Path())
+        lines.append(f"        {Written(part.name, _beside(function, copies), part.weight, part.trusted)!r},")
+    limits = {name: getattr(asked, name) for name in ("workers", "timeout", "on_error", "memory_gb")}
+    return HEAD.format(title=title, parts="\n".join(lines), **limits), copies
+
+
+def _beside(function: object, copies: list[Path]) -> object:
+    """The description with files by their names alone: they are copied."""
+    if isinstance(function, list):
+        return [_beside(one, copies) for one in function]
+    where, _, name = function.rpartition(":") if isinstance(function, str) else ("", "", "")
+    if not where.endswith(".py"):
+        return function
+    path = Path(where).expanduser().absolute()
+    if path not in copies:
+        if any(path.name == other.name for other in copies) or path.name == "reward.py":
+            raise ValueError(f"{path}: the files of rewards need different names, and none may be called reward.py")
+        copies.append(path)
+    return f"{path.name}:{name}"
+
 
 # ---- functions as text -----------------------------------------------------------------------------------------------
 
 
 def described(function: Any) -> Any:
-    """A reward function as what ``made`` takes: its name, or a list of names where the parts of a mixture differ."""
+    """A reward function as what ``loaded`` takes: its name, or a list of names where the parts of a mixture differ."""
     if isinstance(function, str):
         return function
     if isinstance(function, ByPart):
@@ -45,10 +104,10 @@ def described(function: Any) -> Any:
     raise ValueError(f"the task's reward {name} cannot be exported: define it as a function at the top level of a file")
 
 
-def made(text: Any, here: Path) -> Any:
+def loaded(text: Any, here: Path) -> Any:
     """The function again; files that were copied lie in ``here``."""
     if isinstance(text, list):
-        return ByPart([made(one, here) for one in text])
+        return ByPart([loaded(one, here) for one in text])
     if isinstance(text, Mapping):
         if "format" in text:
             return partial(well_formed, asked=tuple(text["format"]))
@@ -73,8 +132,8 @@ def tag_text(answer: str) -> str:
         return ""
     tag = answer.tag
     if isinstance(tag, tuple):  # (part of a mixture, the part's own answer)
-        part, own = tag
-        return json.dumps({"part": part, "tag": tag_text(own)})
+        part, inner = tag
+        return json.dumps({"part": part, "tag": tag_text(inner)})
     text = json.dumps({"entry": tag}, default=str)
     if json.loads(text)["entry"] != tag:
         raise ValueError("the answers of this task carry what JSON cannot hold: it cannot be exported")
@@ -84,8 +143,8 @@ def tag_text(answer: str) -> str:
 def with_tag(answer: str, text: str) -> str:
     if not text:
         return answer
-    found = json.loads(text)
-    return Tagged(answer, (found["part"], with_tag(answer, found["tag"])) if "part" in found else found["entry"])
+    tag = json.loads(text)
+    return Tagged(answer, (tag["part"], with_tag(answer, tag["tag"])) if "part" in tag else tag["entry"])
 
 
 # ---- on the workers --------------------------------------------------------------------------------------------------
@@ -126,7 +185,7 @@ class Rewards:
     def scorer(self) -> Scorer:
         with self._lock:
             if self._scorer is None:
-                parts = [Part(p.name, made(p.function, self.here), p.weight, p.trusted) for p in self.parts]
+                parts = [Part(p.name, loaded(p.function, self.here), p.weight, p.trusted) for p in self.parts]
                 self._scorer = Scorer(
                     parts,
                     workers=self.workers,
@@ -141,9 +200,9 @@ class Rewards:
         """score: the reward, before an overlong penalty; acc: solved; signal: the score in whole units of 1e-9, so that
         equal rewards compare as equal; the parts of a sum, without their weights."""
         self.scorer()
-        found: Future[dict[str, float]] = Future()
-        self._waiting.put(((response, with_tag(answer, extra["tag"]), extra["problem"]), found))
-        return found.result()
+        future: Future[dict[str, float]] = Future()
+        self._waiting.put(((response, with_tag(answer, extra["tag"]), extra["problem"]), future))
+        return future.result()
 
     def _serve(self, scorer: Scorer) -> None:
         while True:
@@ -152,14 +211,12 @@ class Rewards:
             while not self._waiting.empty():
                 calls.append(self._waiting.get())
             try:
-                found = scorer.score([item for item, _ in calls])
+                scores = scorer.score([item for item, _ in calls])
             except Exception as error:  # each caller has to know
-                for _, call in calls:
-                    call.set_exception(error)
+                for _, future in calls:
+                    future.set_exception(error)
                 continue
-            for i, (_, call) in enumerate(calls):
-                score = found.values[i]
-                own = {f"part/{name}": values[i] for name, values in found.parts.items()}
-                call.set_result(
-                    {"score": score, "acc": float(found.solved[i]), "signal": float(round(score / UNIT)), **own}
-                )
+            for i, (_, future) in enumerate(calls):
+                score = scores.values[i]
+                whole = {"score": score, "acc": float(scores.solved[i]), "signal": float(round(score / UNIT))}
+                future.set_result(whole | {f"part/{name}": values[i] for name, values in scores.parts.items()})

@@ -1,4 +1,4 @@
-"""Where an exported run starts from: the recipe's model, or a checkpoint of a run of ``rpg train``."""
+"""Where an exported run starts from, the recipe's model or a checkpoint of ``rpg train``, and on how many GPUs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ class Start:
         return left
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What the recipe does not say: from where, and on how many GPUs."""
+
+    start: Start
+    gpus: int = 1
+    nodes: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.gpus * self.nodes
+
+
 def fresh(config: Config) -> Start:
     """The recipe's model."""
     name = config.model
@@ -46,23 +59,23 @@ def from_run(run: Path, which: str) -> Start:
     """The newest checkpoint of a run, its best one, or the one of a step; or the folder of a checkpoint itself."""
     if run.parent.name == "checkpoints" and run.name.startswith("step-"):
         run, which = run.parent.parent, str(int(run.name.removeprefix("step-")))
-    found = checkpoint.found(run / "checkpoints")
-    if not found:
+    folders = checkpoint.found(run / "checkpoints")
+    if not folders:
         raise ValueError(f"--from {run}: there is no checkpoint in it")
     newest = checkpoint.load(run / "checkpoints", lambda text: print(f"rpg export: {text}", file=sys.stderr))
     if newest is None:
         raise ValueError(f"--from {run}: no checkpoint in it is whole")
-    evals = [e for e in newest.state["evals"] if e["step"] in found]
+    evals = [e for e in newest.state["evals"] if e["step"] in folders]
     if which == "last" or (which == "best" and not evals):
         chosen = newest
-    elif which == "best" or (which.isdigit() and int(which) in found):
-        chosen = checkpoint.read(found[best_of(evals)["step"] if which == "best" else int(which)])
+    elif which == "best" or (which.isdigit() and int(which) in folders):
+        chosen = checkpoint.read(folders[best_of(evals)["step"] if which == "best" else int(which)])
     else:
-        known = ", ".join(map(str, sorted(found)))
-        raise ValueError(f"--from {run}: there is no checkpoint {which!r}; there are best, last, {known}")
+        steps = ", ".join(map(str, sorted(folders)))
+        raise ValueError(f"--from {run}: there is no checkpoint {which!r}; there are best, last, {steps}")
     start = _with_adapter(chosen.model_folder.absolute())
-    said = f"{which} checkpoint of {run}, step {chosen.step}"
-    return Start(start.model, start.adapter, chosen.step, chosen.state["cursor"]["problem"], said)
+    where = f"{which} checkpoint of {run}, step {chosen.step}"
+    return Start(start.model, start.adapter, chosen.step, chosen.state["cursor"]["problem"], where)
 
 
 def _with_adapter(folder: Path) -> Start:
@@ -80,31 +93,11 @@ def is_adapter(model: str) -> bool:
 
 def lora_of(folder: str) -> dict[str, Any]:
     """The settings of the LoRA adapter in a folder, as PEFT wrote them; what verl cannot have is refused."""
-    found: dict[str, Any] = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    kind = str(found.get("peft_type", "")).lower()
+    settings: dict[str, Any] = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    kind = str(settings.get("peft_type", "")).lower()
     if kind != "lora":
         raise ValueError(f"{folder} is a {kind} adapter, which has no counterpart in verl: only lora there")
     for name in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_dropout"):
-        if found.get(name):
-            raise ValueError(f"{folder}: its adapter has {name}={found[name]}, which has no counterpart in verl")
-    return found
-
-
-def check_reference(start: Start, config: Config, rule: str, engine: str) -> None:
-    """A run that goes on needs its reference too; other engines take the model they are given for it."""
-    if start.step == 0 or rule == "old" or (rule == "frozen" and start.adapter):
-        return
-    if rule == "every" and start.step % config.reference.every == 0:
-        return  # renewed at the checkpoint: it is the checkpoint
-    raise ValueError(
-        f"reference.update={rule}: {engine} would take the checkpoint of step {start.step} for the reference, which it "
-        "is not; give --reference.update old or every (anew from here), or export without --from"
-    )
-
-
-def tensor_parallel(config: Config) -> int:
-    """GPUs of each vLLM."""
-    given = config.rollout.vllm.get("tensor_parallel_size", 1)
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"rollout.vllm.tensor_parallel_size must be a whole number, at least 1; got {given!r}")
-    return given
+        if settings.get(name):
+            raise ValueError(f"{folder}: its adapter has {name}={settings[name]}, which has no counterpart in verl")
+    return settings

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from ..loss.methods import Algorithm
+from ..loss.methods import Method
 from ..run.config import Config
-from ..training.reference import rule_of
-from ..training.setup import resolve
-from .start import Start, check_reference, fresh, tensor_parallel
+from . import recipe
+from .start import Launch, fresh
 
-GPU_TOKENS = 32768  # in one pass, where the recipe does not say
 VLLM = {  # options of vLLM that TRL passes on
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "tensor_parallel_size": "vllm_tensor_parallel_size",
@@ -30,115 +27,93 @@ class Code(str):
         return str(self)
 
 
-@dataclass(frozen=True)
-class Where:
-    """What the recipe does not say."""
-
-    start: Start
-    gpus: int = 1
-    nodes: int = 1
-
-    @property
-    def processes(self) -> int:
-        return self.gpus * self.nodes
-
-
-def launch(where: Where) -> str:
-    if where.processes == 1:
+def command(launch: Launch) -> str:
+    """What starts the script."""
+    if launch.processes == 1:
         return "python"
-    nodes = f" --num_machines {where.nodes} --machine_rank $RANK --main_process_ip $HOST" if where.nodes > 1 else ""
-    return f"accelerate launch --num_processes {where.processes}{nodes}"
+    nodes = f" --num_machines {launch.nodes} --machine_rank $RANK --main_process_ip $HOST" if launch.nodes > 1 else ""
+    return f"accelerate launch --num_processes {launch.processes}{nodes}"
 
 
-def fields(config: Config, where: Where | None = None) -> dict[str, Any]:
+def fields(config: Config, launch: Launch | None = None) -> dict[str, Any]:
     """Arguments of RPGConfig; what TRL cannot express is a ValueError that names it."""
-    where = Where(fresh(config)) if where is None else where
-    chosen = resolve(config)
-    _refuse(config, chosen, where)
+    launch = Launch(fresh(config)) if launch is None else launch
+    _refuse(config, recipe.method_of(config), launch)
     return {
-        **_algorithm(config, chosen),
-        **_batches(config, where),
-        **_rollout(config, where),
+        **_algorithm(config),
+        **_batches(config, launch),
+        **_rollout(config, launch),
         **_optim(config),
         **_around(config),
     }
 
 
-def _refuse(config: Config, chosen: Algorithm, where: Where) -> None:
+def _refuse(config: Config, method: Method, launch: Launch) -> None:
     """What would change the result; the trainer itself refuses what an algorithm needs besides."""
-    rollout, optim, rule = config.rollout, config.optim, rule_of(chosen, config.reference)
-    several = optim.minibatches * optim.epochs > 1
+    rollout, start, anchor = config.rollout, launch.start, method.anchor
     vllm = sorted(set(rollout.vllm) - set(VLLM))
+    greedy = "its baseline is the reward of a greedy response to each prompt, which TRL does not sample"
+    by_step = "TRL's goes by optimiser steps, of which a batch has several; give --reference.update every"
     reasons = {
-        "optim.name=schedule-free": optim.name == "schedule-free" and "give --optim.name adamw",
-        "rollout.end_tokens": rollout.end_tokens and "put them into the model's generation_config.json",
         "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL computes them anew, or not at all on-policy",
         f"rollout.vllm.{(vllm or [''])[0]}": rollout.engine == "vllm" and vllm and "leave it out",
-        f"algorithm={chosen.name}": _unfit(chosen),
+        f"algorithm={method.name}": (method.curvature_gate and "its gate needs logits and the optimiser's moments")
+        or (method.needs_greedy and greedy),
         "peft.options.lora_dropout": config.peft.options.get("lora_dropout") and "it must be 0, as for rpg train",
-        f"reference.update={rule}": rule in ("kl", "ema")
-        and several
-        and "TRL's goes by optimiser steps, of which a batch has several; give --reference.update every",
+        f"reference.update={anchor}": anchor in ("kl", "ema") and recipe.steps_a_batch(config) > 1 and by_step,
     }
-    for name, why in reasons.items():
-        if why:
-            raise ValueError(f"{name} has no counterpart in TRL: {why}")
-    if rule == "frozen" and where.start.adapter and where.start.step:
+    recipe.refuse(config, "TRL", reasons)
+    if anchor == "frozen" and start.adapter and start.step:
         raise ValueError("reference.update=frozen: TRL would take the checkpoint's adapter for the reference")
-    check_reference(where.start, config, rule, "TRL")
+    recipe.check_reference(start, config, anchor, "TRL")
 
 
-def _unfit(chosen: Algorithm) -> str | None:
-    if chosen.curvature_gate:
-        return "its gate needs logits and the optimiser's moments"
-    if chosen.advantage.kind == "greedy-baseline":
-        return "its baseline is the reward of a greedy response to each prompt, which TRL does not sample"
-    return None
+def _algorithm(config: Config) -> dict[str, Any]:
+    rollout, reference = config.rollout, config.reference
+    return {
+        "algorithm": config.algorithm,
+        "loss": dict(config.loss),
+        "reference_update": reference.update,
+        "reference_every": reference.every * recipe.steps_a_batch(config),
+        "reference_kl": reference.kl,
+        "reference_smoothing": reference.smoothing,
+        "reference_decay": reference.decay,
+        "dynamic": rollout.dynamic,
+        "overlong": rollout.overlong,
+        "overlong_tokens": rollout.overlong_tokens,
+    }
 
 
-def _algorithm(config: Config, chosen: Algorithm) -> dict[str, Any]:
-    rollout, reference, each = config.rollout, config.reference, _steps_a_batch(config)
-    found: dict[str, Any] = {"algorithm": config.algorithm, "loss": dict(config.loss)}
-    found |= {"reference_update": reference.update, "reference_every": reference.every * each}
-    found |= {"reference_kl": reference.kl, "reference_smoothing": reference.smoothing}
-    found |= {"reference_decay": reference.decay, "dynamic": rollout.dynamic, "overlong": rollout.overlong}
-    return found | {"overlong_tokens": rollout.overlong_tokens}
-
-
-def _steps_a_batch(config: Config) -> int:
-    return config.optim.minibatches * config.optim.epochs
-
-
-def _batches(config: Config, where: Where) -> dict[str, Any]:
+def _batches(config: Config, launch: Launch) -> dict[str, Any]:
     rollout, optim = config.rollout, config.optim
     total = rollout.prompts * rollout.samples
-    share, rest = divmod(total, optim.minibatches * where.processes)
+    share, rest = divmod(total, optim.minibatches * launch.processes)
     if rest:
         raise ValueError(
             f"rollout.prompts × samples = {total} responses do not divide among optim.minibatches="
-            f"{optim.minibatches} × {where.processes} processes: give other --gpus, --nodes or --optim.minibatches"
+            f"{optim.minibatches} × {launch.processes} processes: give other --gpus, --nodes or --optim.minibatches"
         )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    room = max(1, (optim.micro_tokens or GPU_TOKENS) // longest)
-    size = max(n for n in range(1, share + 1) if share % n == 0 and n <= room)
+    most = max(1, (optim.micro_tokens or recipe.GPU_TOKENS) // longest)
+    size = max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
     return {
         "num_generations": rollout.samples,
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": share // size,
         "steps_per_generation": optim.minibatches * (share // size),
         "num_iterations": optim.epochs,
-        "max_steps": where.start.steps_left(config) * _steps_a_batch(config),
+        "max_steps": launch.start.steps_left(config) * recipe.steps_a_batch(config),
     }
 
 
-def _rollout(config: Config, where: Where) -> dict[str, Any]:
+def _rollout(config: Config, launch: Launch) -> dict[str, Any]:
     rollout = config.rollout
-    each = tensor_parallel(config) if rollout.engine == "vllm" else 1
-    if where.processes % each:
+    each = recipe.tensor_parallel(config) if rollout.engine == "vllm" else 1
+    if launch.processes % each:
         raise ValueError(
-            f"rollout.vllm.tensor_parallel_size={each} does not divide {where.processes} processes: give other --gpus"
+            f"rollout.vllm.tensor_parallel_size={each} does not divide {launch.processes} processes: give other --gpus"
         )
-    found: dict[str, Any] = {
+    out: dict[str, Any] = {
         "max_completion_length": rollout.max_new_tokens,
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
@@ -148,8 +123,8 @@ def _rollout(config: Config, where: Where) -> dict[str, Any]:
         "use_vllm": rollout.engine == "vllm",
     }
     if rollout.engine == "vllm":
-        found |= {VLLM[name]: value for name, value in rollout.vllm.items()}
-    return found
+        out |= {VLLM[name]: value for name, value in rollout.vllm.items()}
+    return out
 
 
 def _optim(config: Config) -> dict[str, Any]:
@@ -171,20 +146,21 @@ def _optim(config: Config) -> dict[str, Any]:
 
 
 def _around(config: Config) -> dict[str, Any]:
-    log, keep, each = config.log, config.checkpoint, _steps_a_batch(config)
-    found: dict[str, Any] = {
+    keep, each = config.checkpoint, recipe.steps_a_batch(config)
+    loggers, project, name = recipe.trackers(config)
+    out: dict[str, Any] = {
         "output_dir": Code("str(HERE / 'checkpoints')"),
         "save_strategy": "steps" if keep.every and keep.keep else "no",
         "save_steps": (keep.every or 1) * each,
         "save_total_limit": keep.keep or None,
-        "report_to": [name for name in ("tensorboard", "wandb", "trackio") if getattr(log, name)],
-        "project": log.wandb or log.trackio or "rpg",
-        "run_name": config.output.strip("/").replace("/", "-"),
+        "report_to": loggers,
+        "project": project,
+        "run_name": name,
         "logging_steps": each,
     }
     if not evaluated(config):
-        return found
-    return found | {
+        return out
+    return out | {
         "eval_strategy": "steps" if config.eval.every else "no",
         "eval_steps": (config.eval.every or 1) * each,
         "eval_on_start": True,
@@ -199,14 +175,14 @@ def evaluated(config: Config) -> bool:
     return same and config.rollout.top_k == 0
 
 
-def left_out(config: Config, where: Where) -> Iterator[str]:
+def left_out(config: Config, launch: Launch) -> Iterator[str]:
     """What is not carried over, or is another thing in TRL, though the run is the same without it."""
-    rollout, optim, keep, chosen = config.rollout, config.optim, config.checkpoint, resolve(config)
-    if where.start.step:
+    rollout, optim, keep = config.rollout, config.optim, config.checkpoint
+    if launch.start.step:
         yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: the run ends after its steps"
-    if chosen.dynamic_sampling if rollout.dynamic is None else rollout.dynamic:
+    if recipe.method_of(config).dynamic:
         names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
         yield f"{names}: groups of equal rewards are dropped, but no others are sampled in their place"
     yield "the order of the problems of a file: TRL shuffles them itself, by the same seed but otherwise"
@@ -232,7 +208,7 @@ def left_out(config: Config, where: Where) -> Iterator[str]:
 SCRIPT = '''\
 """{title}
 
-{launch} train.py
+{command} train.py
 
 Written by rpg export trl.{began} Not carried over:
 {left_out}
@@ -242,23 +218,23 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from torch.optim.lr_scheduler import LambdaLR
+{peft_import}from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
+from rpg.export.data import messages, uses_chat
 from rpg.integrations.trl import RPGConfig, RPGTrainer
+{rpg_import}from rpg.run.config import Config
+from rpg.run.settings import build
 from rpg.tasks import ENDLESS, load_task
-from rpg.run.config import Config
-from rpg.training.collect import prompt_parts
 from rpg.training.optim import learning_rate
 from rpg.training.setup import held_out, make_scorer
-from rpg.run.settings import build
 
 HERE = Path(__file__).parent
 RECIPE = build(Config, file=HERE / "recipe.yaml")
 MODEL = {model}
 STEPS_BEFORE, STEPS_A_BATCH = {before}, {each}  # steps of rpg train that are done; optimiser steps on one batch
-OWN = RECIPE.task
-TASK = load_task(OWN.name, RECIPE.seed, OWN.test, OWN.prompt_key, OWN.answer_key)
+ASKED = RECIPE.task
+TASK = load_task(ASKED.name, RECIPE.seed, ASKED.test, ASKED.prompt_key, ASKED.answer_key)
 IN_ORDER = len(TASK.train) >= ENDLESS  # problems without end come as the task makes them, the next ones first
 TRAIN = TASK.train[{problem} : {problem} + {count}] if IN_ORDER else TASK.train
 SETS = {{"train": TRAIN, **{{f"test/{{name}}": problems for name, problems in held_out(TASK, RECIPE).items()}}}}
@@ -266,20 +242,18 @@ SETS = {{"train": TRAIN, **{{f"test/{{name}}": problems for name, problems in he
 
 def rows(name, tokenizer):
     """The prompts as rpg train puts them; a row names its problem, whose answer may be more than a text."""
-    chat = bool(tokenizer.chat_template) if OWN.chat is None else OWN.chat
-    made = []
+    chat, table = uses_chat(tokenizer, RECIPE), []
     for i, problem in enumerate(SETS[name]):
-        text, _, system = prompt_parts(problem, RECIPE)
-        messages = [{{"role": "system", "content": system}}] * bool(system) + [{{"role": "user", "content": text}}]
+        prompt = messages(problem, RECIPE)
         if chat:
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, **OWN.chat_options
-            )
+            options = RECIPE.task.chat_options
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **options)
         else:
-            ids = tokenizer(text)["input_ids"]
+            prompt = prompt[-1]["content"]
+            ids = tokenizer(prompt)["input_ids"]
         if len(ids) <= RECIPE.rollout.max_prompt_tokens:
-            made.append({{"prompt": messages if chat else text, "set": name, "problem": i}})
-    return Dataset.from_list(made)
+            table.append({{"prompt": prompt, "set": name, "problem": i}})
+    return Dataset.from_list(table)
 
 
 def rewards(scorer):
@@ -316,7 +290,7 @@ def main():
     args = settings()
     if args.world_size != {processes}:
         raise SystemExit(f"train.py is for {processes} processes, not {{args.world_size}}: export it with other --gpus")
-    tokenizer = AutoTokenizer.from_pretrained({tokenizer})
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     with make_scorer(RECIPE, TASK) as scorer:
         trainer = Trainer(
             {argument},
@@ -335,41 +309,31 @@ if __name__ == "__main__":
 '''
 
 
-def script(config: Config, where: Where | None = None, title: str = "") -> str:
+def script(config: Config, launch: Launch | None = None, title: str = "") -> str:
     """train.py; recipe.yaml has to lie beside it."""
-    where = Where(fresh(config)) if where is None else where
-    made, start = fields(config, where), where.start
-    model = start.adapter or start.model
-    own = Code('str(HERE / "model")') if model.startswith("$HERE") else model
-    argument = "MODEL"
+    launch = Launch(fresh(config)) if launch is None else launch
+    arguments, start = fields(config, launch), launch.start
+    model, argument, peft, imports = start.model, "MODEL", "", ""
     if start.adapter:
+        model, imports = start.adapter, "from peft import AutoPeftModelForCausalLM\n"
         argument = "AutoPeftModelForCausalLM.from_pretrained(MODEL, is_trainable=True)"
-    peft = ""
-    if config.peft.method is not None and not start.adapter:
+    elif config.peft.method is not None:
         peft = f"\n            peft_config=make_config({config.peft.method!r}, {config.peft.options!r}),"
-    text = SCRIPT.format(
+    return SCRIPT.format(
         title=title,
-        launch=launch(where),
+        command=command(launch),
         began=f" From the {start.where}." if start.where else "",
-        left_out="\n".join(f"  {line}" for line in left_out(config, where)),
-        model=repr(own),
-        tokenizer="MODEL",
+        left_out="\n".join(f"  {line}" for line in left_out(config, launch)),
+        peft_import=imports,
+        rpg_import="from rpg.models.adapters import make_config\n" if peft else "",
+        model=repr(Code('str(HERE / "model")') if model.startswith("$HERE") else model),
         before=start.step,
-        each=_steps_a_batch(config),
+        each=recipe.steps_a_batch(config),
         problem=start.problem,
         count=start.steps_left(config) * config.rollout.prompts,
-        fields="\n".join(f"        {name}={value!r}," for name, value in made.items()),
-        processes=where.processes,
+        fields="\n".join(f"        {name}={value!r}," for name, value in arguments.items()),
+        processes=launch.processes,
         argument=argument,
         evaluation='{name: rows(name, tokenizer) for name in SETS if name != "train"}' if evaluated(config) else None,
         peft=peft,
     )
-    if start.adapter:
-        text = text.replace(
-            "from transformers import", "from peft import AutoPeftModelForCausalLM\nfrom transformers import"
-        )
-    if peft:
-        text = text.replace(
-            "from rpg.tasks import", "from rpg.models.adapters import make_config\nfrom rpg.tasks import"
-        )
-    return text

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..integrations.verl.settings import AGG_MODES, PREFIX, settings
-from ..loss.methods import Algorithm
+from ..loss.methods import Method
 from ..models.adapters import DEFAULTS
 from ..run.config import Config
-from ..training.reference import rule_of
-from ..training.setup import resolve
+from . import recipe
 from .data import PLAIN
 from .overrides import FOLDER, HERE, quoted, text
-from .start import Start, check_reference, fresh, is_adapter, lora_of, tensor_parallel
+from .start import Launch, Start, fresh, is_adapter, lora_of
 
-PROGRAM = ("python", "-m", "verl.trainer.main_ppo")
 LOSS = "actor_rollout_ref.actor.policy_loss"
-GPU_TOKENS = 32768  # in one pass of training, where the recipe does not say
 ENDLESS_EPOCHS = 1_000_000  # the steps end the run
 VLLM = {  # options of vLLM that verl sets itself
     "gpu_memory_utilization": "gpu_memory_utilization",
@@ -34,13 +31,11 @@ LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 
 
 @dataclass(frozen=True)
-class Where:
-    """What the recipe does not say."""
+class VerlLaunch(Launch):
+    """With what has been read of the problems and the model."""
 
-    start: Start
-    folder: str = FOLDER
     gpus: int = 8
-    nodes: int = 1
+    folder: str = FOLDER
     context: int | None = None  # tokens the model was made for
     chat: bool = True  # prompts go through the model's chat template
     in_order: bool = False  # the problems are written in the task's order
@@ -48,79 +43,60 @@ class Where:
     settings_only: bool = False  # neither problems nor tokenizer were looked at: the last four are guesses
 
 
-@dataclass(frozen=True)
-class Export:
-    settings: dict[str, Any]
-    left_out: list[str] = field(default_factory=list)  # "setting=value: why", for run.sh
-
-
-def command(config: Config, where: Where | None = None) -> list[str]:
-    """The arguments of verl's program."""
-    return [*PROGRAM, *(f"{name}={text(value)}" for name, value in export(config, where).settings.items())]
-
-
-def export(config: Config, where: Where | None = None) -> Export:
+def export(config: Config, launch: VerlLaunch | None = None) -> dict[str, Any]:
     """Every setting of verl that the recipe decides; what cannot be expressed is a ValueError that names it."""
-    where = Where(fresh(config)) if where is None else where
-    chosen = resolve(config)
-    rule = rule_of(chosen, config.reference)
-    _refuse(config, chosen)
-    _refuse_adapter(config, where.start, rule)
-    check_reference(where.start, config, rule, "verl")
-    found = {
-        **_data(config, where),
-        **_model(config, where),
-        **_algorithm(config, chosen, rule),
-        **_optim(config, where),
-        **_batches(config, where),
-        **_rollout(config, where),
-        **_reward(config, chosen, where),
-        **_trainer(config, where),
+    launch = VerlLaunch(fresh(config)) if launch is None else launch
+    method = recipe.method_of(config)
+    _refuse(config, method)
+    _refuse_adapter(config, launch.start, method.anchor)
+    recipe.check_reference(launch.start, config, method.anchor, "verl")
+    return {
+        **_data(config, launch),
+        **_model(config, launch),
+        **_algorithm(config, method),
+        **_optim(config, launch),
+        **_batches(config, launch),
+        **_rollout(config, launch),
+        **_reward(config, method, launch),
+        **_trainer(config, launch),
     }
-    return Export(found, list(left_out(config, chosen, where)))
 
 
-def _refuse(config: Config, chosen: Algorithm) -> None:
+def _refuse(config: Config, method: Method) -> None:
     """What verl has no counterpart for and what would change the result."""
-    optim, rollout = config.optim, config.rollout
+    options = {name: name != "trust_remote_code" for name in config.model_options}
     reasons = {
-        "optim.name=schedule-free": optim.name == "schedule-free" and "give --optim.name adamw",
-        "rollout.end_tokens": rollout.end_tokens and "put them into the model's generation_config.json",
-        f"algorithm={chosen.name}": chosen.advantage.kind == "greedy-baseline"
+        f"algorithm={method.name}": method.needs_greedy
         and "its baseline is the reward of a greedy response to each prompt, which the plugin does not get",
         "peft.method": config.peft.method not in (None, "lora") and f"only lora there; got {config.peft.method}",
+        **{f"model_options.{name}": bad and "give --model a folder that holds it" for name, bad in options.items()},
     }
-    for name, why in reasons.items():
-        if why:
-            raise ValueError(f"{name} has no counterpart in verl: {why}")
-    for name in config.model_options:
-        if name != "trust_remote_code":
-            raise ValueError(f"model_options.{name} has no counterpart in verl: give --model a folder that holds it")
+    recipe.refuse(config, "verl", reasons)
     try:
-        made = settings(chosen.name, _options(config, chosen))
+        chosen = settings(method.name, _options(config, method))
     except ValueError as error:
-        raise ValueError(f"algorithm={chosen.name} has no counterpart in verl: {error}") from error
-    if rollout.old_logp == "engine" and made.needs_sampler:
+        raise ValueError(f"algorithm={method.name} has no counterpart in verl: {error}") from error
+    if config.rollout.old_logp == "engine" and chosen.needs_sampler:
         raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to compare with: give one of them")
 
 
-def _refuse_adapter(config: Config, start: Start, rule: str) -> None:
+def _refuse_adapter(config: Config, start: Start, anchor: str) -> None:
     """verl's reference beside an adapter is the model without it."""
     for name, value in config.peft.options.items():
         if name not in LORA:
             raise ValueError(f"peft.options.{name} has no counterpart in verl: leave it out")
         if name == "lora_dropout" and value:
             raise ValueError(f"peft.options.lora_dropout={value} has no counterpart in verl: it must be 0")
-        if start.adapter and name != "target_modules" and (own := lora_of(start.adapter).get(name)) != value:
-            raise ValueError(f"peft.options.{name} is {value}, but {start.adapter} was made with {own}")
+        if start.adapter and name != "target_modules" and (was := lora_of(start.adapter).get(name)) != value:
+            raise ValueError(f"peft.options.{name} is {value}, but {start.adapter} was made with {was}")
     if config.peft.method is None and start.adapter is None:
         return
-    if rule in ("every", "kl"):
+    if anchor in ("every", "kl"):
         raise ValueError(
-            f"reference.update={rule} with LoRA has no counterpart in verl, whose reference is the model without its "
+            f"reference.update={anchor} with LoRA has no counterpart in verl, whose reference is the model without its "
             "adapter: give --reference.update frozen or old, or train all weights"
         )
-    if rule == "frozen" and ((start.adapter and not start.step) or is_adapter(config.model)):
+    if anchor == "frozen" and ((start.adapter and not start.step) or is_adapter(config.model)):
         raise ValueError(
             f"reference.update=frozen: verl's reference would be {start.model} without the adapter of {config.model}: "
             "give --reference.update old, or merge the adapter into a model first"
@@ -130,102 +106,98 @@ def _refuse_adapter(config: Config, start: Start, rule: str) -> None:
 # ---- section by section ----------------------------------------------------------------------------------------------
 
 
-def _longest_prompt(config: Config, where: Where) -> int:
+def _longest_prompt(config: Config, launch: VerlLaunch) -> int:
     """rpg train refuses a task whose longest prompt and response do not fit into the model: nothing is lost by it."""
     least = config.rollout.max_prompt_tokens
-    return least if where.context is None else max(1, min(least, where.context - config.rollout.max_new_tokens))
+    return least if launch.context is None else max(1, min(least, launch.context - config.rollout.max_new_tokens))
 
 
-def _data(config: Config, where: Where) -> dict[str, Any]:
+def _data(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     rollout = config.rollout
     return {
-        "data.train_files": f"{where.folder}/train.parquet",
-        "data.val_files": [f"{where.folder}/{name}" for name in where.tests],
+        "data.train_files": f"{launch.folder}/train.parquet",
+        "data.val_files": [f"{launch.folder}/{name}" for name in launch.tests],
         "data.train_batch_size": rollout.prompts,
-        "data.max_prompt_length": _longest_prompt(config, where),
+        "data.max_prompt_length": _longest_prompt(config, launch),
         "data.max_response_length": rollout.max_new_tokens,
         "data.filter_overlong_prompts": True,
-        "data.shuffle": not where.in_order,
+        "data.shuffle": not launch.in_order,
         "data.seed": config.seed,
         **({"+data.apply_chat_template_kwargs": config.task.chat_options} if config.task.chat_options else {}),
     }
 
 
-def _model(config: Config, where: Where) -> dict[str, Any]:
-    start, prefix = where.start, "actor_rollout_ref.model"
-    found: dict[str, Any] = {f"{prefix}.path": start.model}
-    if not where.chat:
-        found[f"{prefix}.custom_chat_template"] = PLAIN
+def _model(config: Config, launch: VerlLaunch) -> dict[str, Any]:
+    start, prefix = launch.start, "actor_rollout_ref.model"
+    out: dict[str, Any] = {f"{prefix}.path": start.model}
+    if not launch.chat:
+        out[f"{prefix}.custom_chat_template"] = PLAIN
     if config.model_options.get("trust_remote_code"):
-        found |= {f"{prefix}.trust_remote_code": True, "data.trust_remote_code": True}
-    found[f"{prefix}.enable_gradient_checkpointing"] = config.optim.recompute is not False
+        out |= {f"{prefix}.trust_remote_code": True, "data.trust_remote_code": True}
+    out[f"{prefix}.enable_gradient_checkpointing"] = config.optim.recompute is not False
     if config.peft.method is not None or start.adapter is not None:
-        given = DEFAULTS["lora"] | config.peft.options if start.adapter is None else lora_of(start.adapter)
-        found |= {
-            f"{prefix}.lora_rank": given["r"],
-            f"{prefix}.lora_alpha": given["lora_alpha"],
-            f"{prefix}.target_modules": given["target_modules"],
+        lora = DEFAULTS["lora"] | config.peft.options if start.adapter is None else lora_of(start.adapter)
+        out |= {
+            f"{prefix}.lora_rank": lora["r"],
+            f"{prefix}.lora_alpha": lora["lora_alpha"],
+            f"{prefix}.target_modules": lora["target_modules"],
             "actor_rollout_ref.rollout.load_format": "safetensors",
         }
-        if given.get("exclude_modules"):
-            found[f"{prefix}.exclude_modules"] = given["exclude_modules"]
+        if lora.get("exclude_modules"):
+            out[f"{prefix}.exclude_modules"] = lora["exclude_modules"]
     if start.adapter is not None:
-        found[f"{prefix}.lora_adapter_path"] = start.adapter
-    engine = "actor_rollout_ref.actor.fsdp_config"
-    half = config.dtype != "float32"
-    precision = "bf16" if half else "fp32"
-    for one in (engine, "actor_rollout_ref.ref.fsdp_config"):
-        found[f"{one}.model_dtype"] = "fp32"
-        found[f"+{one}.mixed_precision"] = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        found[f"{one}.dtype"] = "bfloat16" if half else "float32"
-    return found | {
+        out[f"{prefix}.lora_adapter_path"] = start.adapter
+    short, dtype = ("fp32", "float32") if config.dtype == "float32" else ("bf16", "bfloat16")
+    for engine in ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"):
+        out[f"{engine}.model_dtype"] = "fp32"
+        out[f"+{engine}.mixed_precision"] = {"param_dtype": short, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        out[f"{engine}.dtype"] = dtype
+    return out | {
         "actor_rollout_ref.actor.strategy": "fsdp2",
-        f"{engine}.seed": config.seed,
-        "actor_rollout_ref.rollout.dtype": "bfloat16" if half else "float32",
+        "actor_rollout_ref.actor.fsdp_config.seed": config.seed,
+        "actor_rollout_ref.rollout.dtype": dtype,
     }
 
 
-def _options(config: Config, chosen: Algorithm) -> dict[str, Any]:
+def _options(config: Config, method: Method) -> dict[str, Any]:
     """Of the preset, as the plugin takes them: a recipe's ``loss``, and ``reference`` where it is not the default."""
     options = dict(config.loss)
-    if chosen.loss.reduction == "constant":
-        options.setdefault("constant", chosen.loss.constant)
+    if method.loss.reduction == "constant":
+        options.setdefault("constant", method.loss.constant)
     reference = config.reference
-    if rule_of(chosen, reference) == "old":  # then nobody has to hold a reference
-        if chosen.advantage.beta:  # a KL in the reward is 0: the estimator is the preset's, this is for its check
-            options["advantage"] = chosen.advantage.kind
-        if "ref_logp" in chosen.loss.needs:
-            options["needs"] = [name for name in chosen.loss.needs if name != "ref_logp"]
+    if method.anchor == "old":  # then nobody has to hold a reference
+        if method.advantage.beta:  # a KL in the reward is 0: the estimator is the preset's, this is for its check
+            options["advantage"] = method.advantage.kind
+        if "ref_logp" in method.loss.needs:
+            options["needs"] = [name for name in method.loss.needs if name != "ref_logp"]
     if reference.update != "auto":
         used = {"every": ("every",), "kl": ("kl", "smoothing"), "ema": ("decay",)}.get(reference.update, ())
         options["reference"] = {"update": reference.update} | {name: getattr(reference, name) for name in used}
     return options
 
 
-def _algorithm(config: Config, chosen: Algorithm, rule: str) -> dict[str, Any]:
+def _algorithm(config: Config, method: Method) -> dict[str, Any]:
     """The preset by name, its options as the plugin takes them (docs/verl.md). verl's own KL in the loss and its
     entropy are off; the KL in the reward, where the method has one, is verl's."""
-    reduction, options = chosen.loss.reduction, _options(config, chosen)
-    advantage = config.loss.get("advantage", chosen.name)
-    in_reward = chosen.advantage.beta if rule != "old" else 0.0
-    in_loss = rule != "old" and chosen.loss.divergence != "none" and chosen.loss.beta > 0
-    found: dict[str, Any] = {
-        "algorithm.adv_estimator": f"{PREFIX}{advantage}",
-        f"{LOSS}.loss_mode": f"{PREFIX}{chosen.name}",
-        **{f"+{LOSS}.rpg.{name}": value for name, value in _flat(options)},
+    reduction, anchored = method.loss.reduction, method.anchor != "old"
+    in_reward = method.advantage.beta if anchored else 0.0
+    out: dict[str, Any] = {
+        "algorithm.adv_estimator": f"{PREFIX}{config.loss.get('advantage', method.name)}",
+        f"{LOSS}.loss_mode": f"{PREFIX}{method.name}",
+        **{f"+{LOSS}.rpg.{name}": value for name, value in _flat(_options(config, method))},
         "actor_rollout_ref.actor.loss_agg_mode": AGG_MODES[reduction],
-        **({"actor_rollout_ref.actor.loss_scale_factor": chosen.loss.constant} if reduction == "constant" else {}),
+        **({"actor_rollout_ref.actor.loss_scale_factor": method.loss.constant} if reduction == "constant" else {}),
         "actor_rollout_ref.actor.entropy_coeff": 0,
-        "actor_rollout_ref.actor.use_kl_loss": in_loss,
+        "actor_rollout_ref.actor.use_kl_loss": anchored and method.loss.has_kl,
         "actor_rollout_ref.actor.kl_loss_coef": 0.0,
         "algorithm.use_kl_in_reward": in_reward > 0,
         "algorithm.rollout_correction.bypass_mode": config.rollout.old_logp == "engine",
     }
     if in_reward:
-        found |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": in_reward, "algorithm.gamma": 1.0}
-    if dynamic(config, chosen):
-        found |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "signal"}
-    return found
+        out |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": in_reward, "algorithm.gamma": 1.0}
+    if method.dynamic:
+        out |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "signal"}
+    return out
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -236,9 +208,9 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _optim(config: Config, where: Where) -> dict[str, Any]:
+def _optim(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     optim, prefix = config.optim, "actor_rollout_ref.actor.optim"
-    found: dict[str, Any] = {
+    out: dict[str, Any] = {
         f"{prefix}.lr": optim.lr,
         f"{prefix}.betas": list(optim.betas),
         f"{prefix}.weight_decay": optim.weight_decay,
@@ -248,28 +220,28 @@ def _optim(config: Config, where: Where) -> dict[str, Any]:
     }
     schedule = "linear" if optim.schedule == "auto" else optim.schedule
     if schedule == "constant" and optim.warmup <= 1:
-        return found
-    each = optim.minibatches * optim.epochs
+        return out
+    each = recipe.steps_a_batch(config)
     rate = {"schedule": schedule, "warmup": optim.warmup, "total": config.steps * each}
-    return found | {
+    return out | {
         f"{prefix}.optimizer": "ScheduledAdamW",
         f"{prefix}.optimizer_impl": "rpg.export.optim",
-        f"{prefix}.override_optimizer_config": rate | {"begin": where.start.step * each},
+        f"{prefix}.override_optimizer_config": rate | {"begin": launch.start.step * each},
     }
 
 
-def _batches(config: Config, where: Where) -> dict[str, Any]:
+def _batches(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     rollout, optim = config.rollout, config.optim
     if rollout.prompts % optim.minibatches:
         raise ValueError(
             f"optim.minibatches={optim.minibatches} does not divide rollout.prompts={rollout.prompts}: verl's "
             "minibatches are of whole prompts"
         )
-    prompts, ranks = rollout.prompts // optim.minibatches, where.gpus * where.nodes
-    if prompts * rollout.samples % ranks:
+    prompts = rollout.prompts // optim.minibatches
+    if prompts * rollout.samples % launch.processes:
         raise ValueError(
             f"rollout.prompts × samples / optim.minibatches = {prompts * rollout.samples} responses of an optimiser "
-            f"step do not divide among {ranks} GPUs: give other --gpus, --nodes or --optim.minibatches"
+            f"step do not divide among {launch.processes} GPUs: give other --gpus, --nodes or --optim.minibatches"
         )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     prefix = "actor_rollout_ref.actor"
@@ -279,19 +251,19 @@ def _batches(config: Config, where: Where) -> dict[str, Any]:
         f"{prefix}.shuffle": optim.epochs > 1,
         f"{prefix}.data_loader_seed": config.seed,
         f"{prefix}.use_dynamic_bsz": True,
-        f"{prefix}.ppo_max_token_len_per_gpu": max(optim.micro_tokens or GPU_TOKENS, longest),
+        f"{prefix}.ppo_max_token_len_per_gpu": max(optim.micro_tokens or recipe.GPU_TOKENS, longest),
     }
 
 
-def _rollout(config: Config, where: Where) -> dict[str, Any]:
+def _rollout(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     rollout, evaluation, prefix = config.rollout, config.eval, "actor_rollout_ref.rollout"
-    each = tensor_parallel(config)
-    if where.gpus * where.nodes % each or max(each, where.gpus) % min(each, where.gpus):
-        nodes = f" on each of {where.nodes} nodes" if where.nodes > 1 else ""
+    each = recipe.tensor_parallel(config)
+    if launch.processes % each or max(each, launch.gpus) % min(each, launch.gpus):
+        nodes = f" on each of {launch.nodes} nodes" if launch.nodes > 1 else ""
         raise ValueError(
-            f"rollout.vllm.tensor_parallel_size={each} does not divide {where.gpus} GPUs{nodes}: give other --gpus"
+            f"rollout.vllm.tensor_parallel_size={each} does not divide {launch.gpus} GPUs{nodes}: give other --gpus"
         )
-    found: dict[str, Any] = {
+    out: dict[str, Any] = {
         f"{prefix}.name": "vllm",
         f"{prefix}.n": rollout.samples,
         f"{prefix}.temperature": rollout.temperature,
@@ -299,7 +271,7 @@ def _rollout(config: Config, where: Where) -> dict[str, Any]:
         f"{prefix}.top_k": rollout.top_k or -1,
         f"{prefix}.seed": config.seed,
         f"{prefix}.calculate_log_probs": True,
-        f"{prefix}.max_model_len": _longest_prompt(config, where) + rollout.max_new_tokens,
+        f"{prefix}.max_model_len": _longest_prompt(config, launch) + rollout.max_new_tokens,
         f"{prefix}.tensor_model_parallel_size": 1,
         f"{prefix}.val_kwargs.n": evaluation.k,
         f"{prefix}.val_kwargs.temperature": evaluation.temperature,
@@ -307,68 +279,60 @@ def _rollout(config: Config, where: Where) -> dict[str, Any]:
         f"{prefix}.val_kwargs.do_sample": evaluation.temperature > 0,
     }
     if rollout.slots is not None:
-        found[f"{prefix}.max_num_seqs"] = rollout.slots
+        out[f"{prefix}.max_num_seqs"] = rollout.slots
     for name, value in rollout.vllm.items():
-        found[f"{prefix}.{VLLM[name]}" if name in VLLM else f"+{prefix}.engine_kwargs.vllm.{name}"] = value
-    return found
+        out[f"{prefix}.{VLLM[name]}" if name in VLLM else f"+{prefix}.engine_kwargs.vllm.{name}"] = value
+    return out
 
 
-def _reward(config: Config, chosen: Algorithm, where: Where) -> dict[str, Any]:
+def _reward(config: Config, method: Method, launch: VerlLaunch) -> dict[str, Any]:
     rollout = config.rollout
-    found: dict[str, Any] = {
-        "reward.custom_reward_function.path": f"{where.folder}/reward.py",
+    out: dict[str, Any] = {
+        "reward.custom_reward_function.path": f"{launch.folder}/reward.py",
         "reward.custom_reward_function.name": "compute_score",
     }
-    if not overlong(config, chosen):
-        return found
+    if not method.overlong:
+        return out
     if rollout.overlong_tokens >= rollout.max_new_tokens:
         raise ValueError(
             f"rollout.overlong_tokens must be below max_new_tokens, {rollout.max_new_tokens}; "
             f"got {rollout.overlong_tokens} (--rollout.overlong false: no penalty)"
         )
     zone = {"enable": True, "len": rollout.overlong_tokens, "penalty_factor": 1.0, "log": False}
-    return found | {
+    return out | {
         "reward.reward_manager.name": "dapo",
         "+reward.reward_kwargs": {"max_resp_len": rollout.max_new_tokens, "overlong_buffer_cfg": zone},
     }
 
 
-def _trainer(config: Config, where: Where) -> dict[str, Any]:
-    log, keep, steps = config.log, config.checkpoint, where.start.steps_left(config)
-    loggers = ["console", *(name for name in ("tensorboard", "wandb", "trackio") if getattr(log, name))]
+def _trainer(config: Config, launch: VerlLaunch) -> dict[str, Any]:
+    keep, steps = config.checkpoint, launch.start.steps_left(config)
+    loggers, project, name = recipe.trackers(config)
     return {
         "trainer.total_training_steps": steps,
         "trainer.total_epochs": ENDLESS_EPOCHS,
-        "trainer.n_gpus_per_node": where.gpus,
-        "trainer.nnodes": where.nodes,
+        "trainer.n_gpus_per_node": launch.gpus,
+        "trainer.nnodes": launch.nodes,
         "trainer.val_before_train": True,
         "trainer.test_freq": config.eval.every or steps,
         "trainer.save_freq": -1 if keep.keep == 0 else keep.every or steps,
         "trainer.max_actor_ckpt_to_keep": keep.keep or None,
         "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
-        "trainer.default_local_dir": f"{where.folder}/checkpoints",
-        "trainer.logger": loggers,
-        "trainer.project_name": log.wandb or log.trackio or "rpg",
-        "trainer.experiment_name": config.output.strip("/").replace("/", "-"),
+        "trainer.default_local_dir": f"{launch.folder}/checkpoints",
+        "trainer.logger": ["console", *loggers],
+        "trainer.project_name": project,
+        "trainer.experiment_name": name,
     }
 
 
-def dynamic(config: Config, chosen: Algorithm) -> bool:
-    return chosen.dynamic_sampling if config.rollout.dynamic is None else config.rollout.dynamic
-
-
-def overlong(config: Config, chosen: Algorithm) -> bool:
-    return chosen.overlong_penalty if config.rollout.overlong is None else config.rollout.overlong
-
-
-def left_out(config: Config, chosen: Algorithm, where: Where) -> Iterator[str]:
+def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str]:
     """What is not carried over, or is another thing in verl, though the run is the same without it."""
     rollout, optim, keep = config.rollout, config.optim, config.checkpoint
-    if where.start.step:
+    if launch.start.step:
         yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: verl has no limit of time; the run ends after its steps"
-    if not where.in_order:
+    if not launch.in_order:
         yield "the order of the problems: verl shuffles them itself, by the same seed but otherwise"
     if rollout.engine == "native":
         yield "rollout.engine=native: verl samples with vLLM, in weights of its own"
@@ -376,9 +340,9 @@ def left_out(config: Config, chosen: Algorithm, where: Where) -> Iterator[str]:
         yield "rollout.old_logp=auto: computed anew by the trainer, as rpg train does with vLLM"
     if rollout.slots is None:
         yield "rollout.slots: verl's own default"
-    if chosen.advantage.beta and rule_of(chosen, config.reference) == "old":
-        yield f"loss.beta={chosen.advantage.beta:g}: the KL in the reward is 0, as its anchor is the sampling policy"
-    if dynamic(config, chosen):
+    if method.advantage.beta and method.anchor == "old":
+        yield f"loss.beta={method.advantage.beta:g}: the KL in the reward is 0, as its anchor is the sampling policy"
+    if method.dynamic:
         names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
         yield f"{names}: verl samples two prompts for each it dropped, until a batch is full"
     if optim.weight_decay:
@@ -400,18 +364,17 @@ exit 1
 """
 
 
-def run_sh(config: Config, where: Where, title: str) -> str:
+def run_sh(config: Config, launch: VerlLaunch, title: str) -> str:
     """The script: one setting a line."""
-    made = export(config, where)
-    said = "".join(f"#   {line}\n" for line in made.left_out)
-    lines = " \\\n  ".join(quoted(f"{name}={text(value)}") for name, value in made.settings.items())
-    began = f"# From the {where.start.where}.\n" if where.start.where else ""
+    lines = " \\\n  ".join(quoted(f"{name}={text(value)}") for name, value in export(config, launch).items())
+    notes = "".join(f"#   {line}\n" for line in left_out(config, recipe.method_of(config), launch))
+    began = f"# From the {launch.start.where}.\n" if launch.start.where else ""
     return f"""#!/usr/bin/env bash
 # {title}
 {began}# Written by rpg export verl. Every node needs rpg and verl, and has to see this folder.
 # Not carried over:
-{said}{ONLY_SETTINGS if where.settings_only else ""}set -euo pipefail
-{HERE}exec {" ".join(PROGRAM)} \\
+{notes}{ONLY_SETTINGS if launch.settings_only else ""}set -euo pipefail
+{HERE}exec python -m verl.trainer.main_ppo \\
   {lines} \\
   "$@"
 """

@@ -12,16 +12,16 @@ ANYWAY = "RPG_UNTESTED_VERSIONS"
 
 def check_version(package: str) -> str:
     """The version installed. Outside the tested range: ImportError, or a warning where RPG_UNTESTED_VERSIONS=1."""
-    found, (least, below) = version(package), TESTED[package]
-    if not _number(least) <= _number(found) < _number(below):
+    installed, (least, below) = version(package), TESTED[package]
+    if not _number(least) <= _number(installed) < _number(below):
         text = (
-            f"{package} {found} is installed; rpg.integrations.{package} was tested with {package} >={least},<{below}: "
-            f"pip install '{package}>={least},<{below}', or set {ANYWAY}=1 to go on with this one"
+            f"{package} {installed} is installed; rpg.integrations.{package} was tested with {package} "
+            f">={least},<{below}: pip install '{package}>={least},<{below}', or set {ANYWAY}=1 to go on with this one"
         )
         if os.environ.get(ANYWAY) != "1":
             raise ImportError(text)
         warnings.warn(text, stacklevel=2)
-    return found
+    return installed
 
 
 def _number(text: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The policy that anchors the KL term inside TRL: a copy of what is trained, renewed by a rule, in every checkpoint.
 
-The rules are those of ``rpg train`` (train/reference.py), counted in optimiser steps. TRL computes the reference's
+The rules are those of ``rpg train`` (loss/anchor.py), counted in optimiser steps. TRL computes the reference's
 log-probabilities when it generates: a copy that is due is therefore renewed before the next generation that begins an
 optimiser step, so that all of the responses of an optimiser step have the same reference.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ TENSORS, STATE = "rpg_reference.safetensors", "rpg_reference.json"
 
 
 class Reference:
-    """``scorer`` is what TRL calls for the reference's log-probabilities.
+    """``copy`` is the model that TRL asks for the reference's log-probabilities.
 
-    Where an adapter is trained, it is the trained model with the weights in ``adapter``, or with its adapter off.
+    Where an adapter is trained there is none: it asks ``adapted_model``, the trained model with the weights in
+    ``adapter``, or with its adapter off.
     """
 
     def __init__(self, model: nn.Module, rule: str, config: ReferenceConfig, adapted: bool):
@@ -42,23 +43,15 @@ class Reference:
         if not adapted:
             self.copy = copy.deepcopy(model).requires_grad_(False).eval()
             vars(self.copy).pop("forward", None)  # TRL's fused head, which is bound to the original
-        elif rule != "frozen" or not began_as_nothing(model):
-            self.adapter = {name: x.clone() for name, x in adapters.weights(model).items()}
+        elif rule != "frozen" or not _is_zero(model):
+            self.adapter = _adapter_of(model)
         self.averages = {name: x.float() for name, x in self.weights().items() if rule == "ema" and x.dtype in HALF}
 
-    @property
-    def scorer(self) -> Any:
-        return self._adapted if self.copy is None else self.copy
-
-    def prepare(self, prepared: Callable[[nn.Module], nn.Module]) -> Any:
-        """The scorer as accelerate wants it."""
-        return self.scorer if self.copy is None else prepared(self.copy)
-
-    def _adapted(self, **inputs: Any) -> Any:
+    def adapted_model(self, **inputs: Any) -> Any:
         """The trained model with the reference's adapter in the place of its own, or with none; without dropout."""
         model: Any = self.model
         other = model.disable_adapter() if self.adapter is None else adapters.swapped_in(model, self.adapter)
-        with other, evaluating(model):
+        with other, _without_dropout(model):
             return model(**inputs)
 
     @torch.no_grad()
@@ -79,14 +72,14 @@ class Reference:
 
     def _blend(self, share: float) -> None:
         new = adapters.weights(self.model) if self.adapted else floating(self.model)
-        for name, own in self.weights().items():
+        for name, held in self.weights().items():
             if share == 1:
-                own.copy_(new[name])
+                held.copy_(new[name])
             elif name in self.averages:
-                self.averages[name] = self.averages[name].to(own.device)
-                own.copy_(self.averages[name].lerp_(new[name].float(), share))
+                self.averages[name] = self.averages[name].to(held.device)
+                held.copy_(self.averages[name].lerp_(new[name].float(), share))
             else:
-                own.lerp_(new[name].to(own.dtype), share)
+                held.lerp_(new[name].to(held.dtype), share)
 
     def weights(self) -> dict[str, Tensor]:
         """What is held, by the names of the model's."""
@@ -94,9 +87,11 @@ class Reference:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.weights() | {AVERAGE + name: x for name, x in self.averages.items()}
+
     def save(self, folder: Path) -> None:
-        tensors = self.weights() | {AVERAGE + name: x for name, x in self.averages.items()}
-        if tensors:
+        if tensors := self._tensors():
             save_file({name: x.contiguous() for name, x in tensors.items()}, folder / TENSORS)
         state = {"rule": self.rule, **self.renewal.state(), "due": self.due, "held": bool(tensors)}
         (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -121,16 +116,13 @@ class Reference:
             return
         tensors = load_file(folder / TENSORS)
         if self.adapted and self.adapter is None:
-            self.adapter = {name: x.clone() for name, x in adapters.weights(self.model).items()}
-        for name, own in self.weights().items():
-            own.copy_(tensors[name])
-        for name, own in self.averages.items():
-            own.copy_(tensors[AVERAGE + name])
+            self.adapter = _adapter_of(self.model)
+        for name, held in self._tensors().items():
+            held.copy_(tensors[name])
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within, no dropout."""
+def _without_dropout(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -140,7 +132,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def began_as_nothing(model: nn.Module) -> bool:
+def _adapter_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in adapters.weights(model).items()}
+
+
+def _is_zero(model: nn.Module) -> bool:
     """Whether the model with its adapter is the model with it off: a LoRA whose second factors are all zero."""
     trained = adapters.weights(model)
     second = [x for name, x in trained.items() if "lora_B" in name or "lora_embedding_B" in name]

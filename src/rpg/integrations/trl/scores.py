@@ -45,10 +45,9 @@ class Scores:
         shape = self.reward_N.shape if rule.kind != "reward-to-go" or mask is None else mask.shape
         out = self.reward_N.new_zeros(shape)
         if bool(keep_N.any()):
-            token_wise = (x if x is None else x[keep_N] for x in (mask, old_logp, ref_logp))
-            chosen, old, ref = token_wise
-            total_N = (self.reward_N + self.penalty_N)[keep_N]
-            out[keep_N] = rule(total_N, self.group_N[keep_N], mask=chosen, old_logp=old, ref_logp=ref).to(out.dtype)
+            mask, old_logp, ref_logp = (None if x is None else x[keep_N] for x in (mask, old_logp, ref_logp))
+            total_N, group_N = (self.reward_N + self.penalty_N)[keep_N], self.group_N[keep_N]
+            out[keep_N] = rule(total_N, group_N, mask=mask, old_logp=old_logp, ref_logp=ref_logp).to(out.dtype)
         return out, keep_N
 
     def _count(self, keep_N: Tensor) -> Tensor:
@@ -59,8 +58,8 @@ class Scores:
         """Whether a response's group has rewards that differ."""
 
         def end(how: str, without: float) -> Tensor:
-            known_N = self.reward_N.masked_fill(~keep_N, without)
-            return known_N.new_full(known_N.shape, without).scatter_reduce_(0, self.group_N, known_N, how)[self.group_N]
+            kept_N = self.reward_N.masked_fill(~keep_N, without)
+            return kept_N.new_full(kept_N.shape, without).scatter_reduce_(0, self.group_N, kept_N, how)[self.group_N]
 
         return end("amax", -torch.inf) - end("amin", torch.inf) > SAME
 
@@ -74,7 +73,7 @@ def total_reward(rewards_NF: Tensor, weight_F: Tensor, samples: int, normalised:
     if normalised:
         grouped = rewards_NF.view(-1, samples, rewards_NF.shape[-1])
         apart = grouped - grouped.nanmean(1, keepdim=True)
-        known = (~apart.isnan()).sum(1, keepdim=True)
-        std = (apart.square().nansum(1, keepdim=True) / (known - 1).clamp(min=1)).sqrt()
+        values = (~apart.isnan()).sum(1, keepdim=True)
+        std = (apart.square().nansum(1, keepdim=True) / (values - 1).clamp(min=1)).sqrt()
         rewards_NF = (apart / (std + 1e-4)).view_as(rewards_NF)
     return (rewards_NF * weight_F.to(rewards_NF)).nansum(-1).masked_fill(nothing_N, torch.nan)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ...console import one_of
 from ...loss.advantages import Advantage
 from ...loss.clip import Adaptive, Unweighted
-from ...loss.methods import Algorithm, algorithm
+from ...loss.methods import Algorithm, Method, algorithm
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.mismatch import SequenceMask
 from ...loss.policy_loss import PolicyLoss
@@ -17,107 +17,99 @@ from .config import RPGConfig
 AlgorithmLike = Algorithm | PolicyLoss | str | None
 
 
-def resolve(args: RPGConfig, given: AlgorithmLike) -> Algorithm:
+def algorithm_of(args: RPGConfig, asked: AlgorithmLike) -> Algorithm:
     """The trainer's ``algorithm``, or the config's, which is told its name."""
-    made = _resolved(args, given)
-    if given is not None and args.algorithm not in (made.name, args.named):
+    chosen = _asked_for(args, asked)
+    one_of('loss["reference"]', chosen.reference, ("old", "initial"))
+    if asked is not None and args.algorithm not in (chosen.name, args.named):
         raise ValueError(
-            f"RPGConfig has algorithm={args.algorithm!r} and RPGTrainer algorithm={made.name!r}: give it once"
+            f"RPGConfig has algorithm={args.algorithm!r} and RPGTrainer algorithm={chosen.name!r}: give it once"
         )
-    args.algorithm = args.named = made.name
-    return made
+    args.algorithm = args.named = chosen.name
+    return chosen
 
 
-def _resolved(args: RPGConfig, given: AlgorithmLike) -> Algorithm:
+def _asked_for(args: RPGConfig, asked: AlgorithmLike) -> Algorithm:
     """Dr.GRPO's constant is max_completion_length unless it is given."""
-    if isinstance(given, (Algorithm, PolicyLoss)):
+    if isinstance(asked, (Algorithm, PolicyLoss)):
         if args.loss:
             raise ValueError(
                 f"loss={args.loss} are options of a preset's name, but algorithm= is an object: change the object"
             )
-        if isinstance(given, Algorithm):
-            return given
-        anchor = "initial" if "ref_logp" in given.needs else "old"
-        return Algorithm("PolicyLoss", given, Advantage("group-mean"), reference=anchor)
-    if given is not None and not isinstance(given, str):
-        raise TypeError(f"algorithm must be a preset's name, an Algorithm or a PolicyLoss; got {given!r}")
-    name, options = given or args.algorithm, dict(args.loss or {})  # type: ignore[arg-type]
+        if isinstance(asked, Algorithm):
+            return asked
+        anchor = "initial" if "ref_logp" in asked.needs else "old"
+        return Algorithm("PolicyLoss", asked, Advantage("group-mean"), reference=anchor)
+    if asked is not None and not isinstance(asked, str):
+        raise TypeError(f"algorithm must be a preset's name, an Algorithm or a PolicyLoss; got {asked!r}")
+    name, options = asked or args.algorithm, dict(args.loss or {})  # type: ignore[arg-type]
     if isinstance(rule := options.get("mismatch"), str):
         one_of('loss["mismatch"]', rule, MISMATCH)
         options["mismatch"] = MISMATCH[rule]
     try:
-        made = algorithm(name, **options)
-        if made.loss.reduction == "constant" and "constant" not in options:
-            made = algorithm(name, **options, constant=float(args.max_completion_length))
+        chosen = algorithm(name, **options)
+        if chosen.loss.reduction == "constant" and "constant" not in options:
+            chosen = algorithm(name, **options, constant=float(args.max_completion_length))
     except (TypeError, AttributeError) as error:  # a value of another type than the option's
         raise ValueError(f"{name} cannot have loss={args.loss}: {error}") from error
-    one_of('loss["reference"]', made.reference, ("old", "initial"))
-    return made
+    return chosen
 
 
-def refuse(made: Algorithm, args: RPGConfig, samples_known: bool) -> None:
-    """``samples_known``: whether the sampler's own log-probabilities come with the responses."""
-    loss, name = made.loss, made.name
-    if made.curvature_gate or "keep" in loss.needs:
+def refuse(method: Method, args: RPGConfig, has_sampler_logp: bool) -> None:
+    """``has_sampler_logp``: whether the sampler's own log-probabilities come with the responses."""
+    loss, name = method.loss, method.name
+    if method.curvature_gate or "keep" in loss.needs:
         raise ValueError(f"{name} cannot run in TRL: its gate needs logits and the optimiser's moments; use rpg train")
-    if made.advantage.kind == "greedy-baseline":
+    if method.needs_greedy:
         raise ValueError(
             f"{name} cannot run in TRL: its baseline is the reward of a greedy response to each prompt, which TRL does "
             'not sample; use rpg train, or loss={"advantage": "leave-one-out"}'
         )
     if loss.reduction == "none":
         raise ValueError(f'{name}: loss={{"reduction": "none"}} leaves no number to differentiate')
-    if made.advantage.kind == "reward-to-go" and loss.level != "token":
+    if method.advantage.kind == "reward-to-go" and loss.level != "token":
         raise ValueError(f'{name}: an advantage per token needs loss={{"level": "token"}}')
-    parts = args.gradient_accumulation_steps * args.world_size
-    if parts > 1 and (isinstance(loss.clip, Adaptive) or loss.control_variate):
+    micro_batches = args.gradient_accumulation_steps * args.world_size
+    if micro_batches > 1 and (isinstance(loss.clip, Adaptive) or loss.control_variate):
         what = "control_variate" if loss.control_variate else f"clip {type(loss.clip).__name__}"
         raise ValueError(
-            f"{what} is fitted to the whole optimiser step, which here is {parts} micro-batches: it needs "
+            f"{what} is fitted to the whole optimiser step, which here is {micro_batches} micro-batches: it needs "
             "gradient_accumulation_steps=1 and one process"
         )
-    if loss.mismatch is not None and not isinstance(loss.mismatch, SequenceMask) and not samples_known:
+    if loss.mismatch is not None and not isinstance(loss.mismatch, SequenceMask) and not has_sampler_logp:
         raise ValueError(
             f"mismatch={loss.mismatch} needs the sampler's own log-probabilities: use_vllm=True or a rollout_func"
         )
-    if overlong(made, args) and not 0 < args.overlong_tokens < args.max_completion_length:
+    if method.overlong and not 0 < args.overlong_tokens < args.max_completion_length:
         raise ValueError(
             f"overlong_tokens must be below max_completion_length, {args.max_completion_length}; "
             f"got {args.overlong_tokens} (overlong=False: no penalty)"
         )
 
 
-def overlong(made: Algorithm, args: RPGConfig) -> bool:
-    return bool(made.overlong_penalty if args.overlong is None else args.overlong)
-
-
-def dynamic(made: Algorithm, args: RPGConfig) -> bool:
-    return bool(made.dynamic_sampling if args.dynamic is None else args.dynamic)
-
-
-def paper(made: Algorithm) -> dict[str, str]:
+def paper(chosen: Algorithm) -> dict[str, str]:
     """Where the method was published, for TRL's model card; nothing where that is not on arXiv."""
-    found = re.fullmatch(r"arXiv (\d{4}\.\d{5})", made.paper)
-    return {"title": made.paper, "id": found[1]} if found else {}
+    arxiv = re.fullmatch(r"arXiv (\d{4}\.\d{5})", chosen.paper)
+    return {"title": chosen.paper, "id": arxiv[1]} if arxiv else {}
 
 
-def messages(made: Algorithm, args: RPGConfig, rule: str) -> Iterator[str]:
+def messages(method: Method, args: RPGConfig) -> Iterator[str]:
     """What a user should know at the start."""
-    if dynamic(made, args):
+    if method.dynamic:
         yield (
             "dynamic sampling: groups whose rewards are all equal are dropped from the loss and its denominator, but "
             "no others are sampled in their place (dynamic=False keeps them)"
         )
-    if args.use_vllm and args.vllm_importance_sampling_correction and made.loss.mismatch is None:
+    if args.use_vllm and args.vllm_importance_sampling_correction and method.loss.mismatch is None:
         yield (
             "vllm_importance_sampling_correction only measures here: TRL's weight is not applied; "
             'loss={"mismatch": "tis"} corrects for what differs between vLLM and the trainer'
         )
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    if isinstance(made.loss.clip, Unweighted) and made.loss.divergence == "none" and steps > 1:
+    if isinstance(method.loss.clip, Unweighted) and method.loss.divergence == "none" and steps > 1:
         yield (
-            f"{made.name} has no importance weights: only the first of {steps:g} optimiser steps on a generation is "
+            f"{method.name} has no importance weights: only the first of {steps:g} optimiser steps on a generation is "
             "on-policy (num_iterations=1 and steps_per_generation=gradient_accumulation_steps keep to it)"
         )
-    if args.reference_update not in ("auto", "old") and rule == "old":
-        yield f"reference_update={args.reference_update} has no effect: {made.name} has no KL term"
+    if args.reference_update not in ("auto", "old") and method.anchor == "old":
+        yield f"reference_update={args.reference_update} has no effect: {method.name} has no KL term"

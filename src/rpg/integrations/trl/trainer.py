@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.logging import get_logger  # type: ignore[import-untyped]
 from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from torch import Tensor
@@ -24,14 +26,12 @@ from trl.models import prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, get_config_model_id
 
 from ...loss.advantages import soft_overlong_penalty
-from ...training.reference import rule_of
+from ...training.update import Means
 from . import resume
 from .config import RPGConfig
-from .metrics import StepMeans
 from .reference import Reference
 from .scores import Scores, total_reward
-from .setup import AlgorithmLike, dynamic, messages, overlong, paper, refuse, resolve
-from .window import Window
+from .setup import AlgorithmLike, algorithm_of, messages, paper, refuse
 
 logger = get_logger(__name__)
 
@@ -48,6 +48,34 @@ SEEN = (
     "mm_token_type_ids",
     "image_position_ids",
 )
+
+
+@dataclass
+class Window:
+    """The micro-batches of one optimiser step. ``start``: TRL's count of micro-batches at its first."""
+
+    start: int
+    batches: list[Any]  # what the data loader gave for each
+    micro_batches: list[dict[str, Any]] = field(default_factory=list)
+    denominator: float = 0.0  # of gradients added up over micro-batches and averaged over processes; 0: no tokens
+
+
+class StepMeans(Means):
+    """Metrics of micro-batches -> metrics of the optimiser step. All processes call ``add`` for each of theirs."""
+
+    def __init__(self, accelerator: Accelerator):
+        super().__init__()
+        self.accelerator = accelerator
+
+    def _rows(self, row: Tensor) -> list[list[float]]:
+        rows: list[list[float]] = self.accelerator.gather(row[None]).tolist()
+        return rows
+
+    def take(self) -> dict[str, float]:
+        """The step's metrics; the next step begins empty."""
+        metrics = self.result()
+        self.sums, self.weights = {}, {}
+        return metrics
 
 
 class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -69,32 +97,32 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             args = RPGConfig(f"{name.split('/')[-1]}-RPG")
         if not isinstance(args, RPGConfig):
             raise TypeError(f"args must be an rpg.integrations.trl.RPGConfig; got {type(args).__name__}")
-        self.algorithm = resolve(args, algorithm)
+        self.algorithm = algorithm_of(args, algorithm)
         self._name, self._paper = self.algorithm.name, paper(self.algorithm)  # of the model card
-        refuse(self.algorithm, args, args.use_vllm or named.get("rollout_func") is not None)
-        rule = rule_of(self.algorithm, args.reference)
-        sharded = _sharding(args)
-        if sharded and rule not in ("old", "frozen"):
+        self.method = self.algorithm.resolve(args.dynamic, args.overlong, args.reference_update)
+        refuse(self.method, args, args.use_vllm or named.get("rollout_func") is not None)
+        anchor, sharded = self.method.anchor, _sharding(args)
+        if sharded and anchor not in ("old", "frozen"):
             raise ValueError(
-                f"reference_update={rule} with {sharded}: the reference's shards cannot be renewed here; "
+                f"reference_update={anchor} with {sharded}: the reference's shards cannot be renewed here; "
                 "take old or frozen, or DDP"
             )
-        beta = max(self.algorithm.loss.beta, self.algorithm.advantage.beta) if rule != "old" else 0.0
+        beta = max(self.method.loss.beta, self.method.advantage.beta) if anchor != "old" else 0.0
         args.beta = beta if sharded else 0.0  # a sharded model's reference, which never changes, is left to TRL
         super().__init__(model, reward_funcs, args, *more, **named)
         args.beta = 0.0
         self.beta = beta  # TRL scores the reference where this is not 0
         self.reference: Reference | None = None
-        if rule != "old" and not sharded:
-            self.reference = Reference(self.model, rule, args.reference, is_peft_model(self.model))
-            self.ref_model = self.reference.prepare(self._prepare_reference)
-        self._dynamic, self._overlong = dynamic(self.algorithm, args), overlong(self.algorithm, args)
+        if anchor != "old" and not sharded:
+            self.reference = Reference(self.model, anchor, args.reference, is_peft_model(self.model))
+            copy = self.reference.copy
+            self.ref_model = self.reference.adapted_model if copy is None else self._prepare_reference(copy)
         self._window: Window | None = None
         self._sampler: Any = None
         self._means = StepMeans(self.accelerator)
         self._scored: tuple[Tensor, list[int]] | None = None  # rewards of all processes, lengths of this one's
         self.add_callback(_Steps(self))
-        for text in messages(self.algorithm, args, rule):
+        for text in messages(self.method, args):
             logger.warning(text)
 
     def _prepare_reference(self, model: Any) -> Any:
@@ -116,7 +144,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch of this process with the algorithm's advantages; ``rpg_keep``: what is trained on."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        rule = self.algorithm.advantage
+        rule = self.method.advantage
         if rule.beta and "old_per_token_logps" not in batch:
             with torch.no_grad():
                 size = self.args.per_device_train_batch_size
@@ -134,15 +162,16 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         if alone:
             advantage, keep_N = torch.zeros_like(scores.reward_N), ~scores.reward_N.isnan()
         else:
-            advantage, keep_N = scores.advantages(rule, self._dynamic and training, **token_wise)
-        own = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
+            advantage, keep_N = scores.advantages(rule, self.method.dynamic and training, **token_wise)
+        first = self.accelerator.process_index * len(inputs)
+        rows = slice(first, first + len(inputs))
         self._log_scores(scores, advantage, keep_N)
         if advantage.dim() == 2:
             advantage = advantage[:, : batch["completion_ids"].shape[1]]
         return batch | {
-            "advantages": advantage[own],
-            "rpg_keep": keep_N[own],
-            "rpg_group": scores.group_N[own],
+            "advantages": advantage[rows],
+            "rpg_keep": keep_N[rows],
+            "rpg_group": scores.group_N[rows],
         }
 
     def _scores(self) -> Scores:
@@ -153,7 +182,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         normalised = self.multi_objective_aggregation == "normalize_then_sum"
         reward_N = total_reward(rewards_NF, self.reward_weights, samples, normalised)
         penalty_N = torch.zeros_like(reward_N)
-        if self._overlong:
+        if self.method.overlong:
             length_N = self.accelerator.gather(torch.tensor(lengths, device=reward_N.device))
             limit, zone = self.max_completion_length, self.args.overlong_tokens
             penalty_N = soft_overlong_penalty(length_N, limit, zone).to(reward_N)
@@ -167,9 +196,9 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _log_scores(self, scores: Scores, advantage: Tensor, keep_N: Tensor) -> None:
         metrics = self._metrics["train" if self.model.training else "eval"]
-        if self._overlong:
+        if self.method.overlong:
             metrics["reward/overlong"].append(float(scores.penalty_N.mean()))
-        if self._dynamic and self.model.training:
+        if self.method.dynamic and self.model.training:
             metrics["groups/kept"].append(float(len(set(scores.group_N[keep_N].tolist()))))
             metrics["groups/sampled"].append(float(scores.group_N[-1] + 1))
         column: deque[float] = self._logs["advantages"]  # of the table of completions, where TRL has put its own
@@ -184,11 +213,11 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
 
         Of an iterable dataset's last micro-batches, if too few, Trainer makes none: nothing of them is left for this.
         """
-        found = super().get_batch_samples(*args, **named)
+        samples = super().get_batch_samples(*args, **named)
         self.model_wrapped.zero_grad()
         self._means.take()
-        self._window = Window(self._step, found[0])
-        return found
+        self._window = Window(self._step, samples[0])
+        return samples
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """In training, all micro-batches of the optimiser step are made when its first is asked for."""
@@ -196,22 +225,18 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             batch: dict[str, Any] = super()._prepare_inputs(generation_batch)
             return batch
         window = self._window
-        if window is None or not window.holds(self._step):
+        if window is None or not 0 <= self._step - window.start < len(window.batches):
             raise RuntimeError(
                 "a micro-batch of no optimiser step: RPGTrainer divides by what the whole step holds, which "
                 "Trainer.get_batch_samples tells it; train with trainer.train()"
             )
         if not window.micro_batches:
-            for step, batch in window:
+            for step, batch in enumerate(window.batches, window.start):
                 self._step: int = step  # TRL's count of micro-batches
                 window.micro_batches.append(super()._prepare_inputs(batch))
             self._step = window.start
-            window.denominator = self._denominator([_trained(batch) for batch in window.micro_batches])
+            window.denominator = self.method.loss.step_denominator(*map(_trained, window.micro_batches))
         return window.micro_batches[self._step - window.start]
-
-    def _denominator(self, masks: list[Tensor]) -> float:
-        """Of the losses whose gradients are added up over micro-batches and averaged over processes; 0: no tokens."""
-        return self.algorithm.loss.step_denominator(*masks)
 
     def _score(self, model: Any, batch: dict[str, Any], **options: Any) -> tuple[Tensor, Any, Any]:
         """TRL's log-probabilities of a batch's responses, entropies and router loss."""
@@ -225,7 +250,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         return scored
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        training, rule = bool(self.model.training), self.algorithm.loss
+        training, rule = bool(self.model.training), self.method.loss
         logp_BT, entropy_BT, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
@@ -242,7 +267,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             assert self._window is not None
             denominator = self._window.denominator
         else:
-            denominator = self._denominator([mask_BT])
+            denominator = rule.step_denominator(mask_BT)
         out = rule(
             logp_BT,
             old_BT,
@@ -257,8 +282,8 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         loss = out.loss
         metrics = self._metrics["train" if training else "eval"]
         if self.aux_loss_enabled:
-            parts = self.current_gradient_accumulation_steps if training else 1
-            loss = loss + self.router_aux_loss_coef * aux_loss / parts
+            micro_batches = self.current_gradient_accumulation_steps if training else 1
+            loss = loss + self.router_aux_loss_coef * aux_loss / micro_batches
             metrics["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
         self._means.add(out.metrics)
         if not training:
@@ -274,20 +299,20 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         window = self._window
         if window is None or window.denominator or self.aux_loss_enabled:
             return
-        equal = self._dynamic and any(bool(_mask(batch).any()) for batch in window.micro_batches)
+        equal = self.method.dynamic and any(bool(_mask(batch).any()) for batch in window.micro_batches)
         why = "no group had unequal rewards" if equal else "no response is left to train on"
         logger.warning(f"step {self.state.global_step + 1}: {why}; nothing learnt")
         if not self.is_deepspeed_enabled:
             self.model.zero_grad(set_to_none=True)
 
     def _after_optimizer(self) -> None:
-        found = self._means.take()
+        metrics = self._means.take()
         if self.reference is not None:
             generates = self._step % resume.cycle(self) == 0
-            renewed = self.reference.after_step(self.state.global_step, found.get("kl/ref"), generates)
+            renewed = self.reference.after_step(self.state.global_step, metrics.get("kl/ref"), generates)
             renewals = self.reference.renewal.renewals
-            found |= {"reference/updated": float(renewed), "reference/renewals": float(renewals)}
-        self._log(found, "train")
+            metrics |= {"reference/updated": float(renewed), "reference/renewals": float(renewals)}
+        self._log(metrics, "train")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -53,8 +53,8 @@ def estimator(rule: Advantage) -> Estimator:
             group_B = torch.as_tensor(np.unique(uids, return_inverse=True)[1], device=mask_BT.device)
             used_B = ~(torch.as_tensor(np.char.startswith(uids, FILLER), device=mask_BT.device) & ~mask_BT.any(-1))
             if bool(used_B.any()):
-                found_N = _of_groups(rule, token_level_rewards[used_B].sum(-1), group_B[used_B])
-                advantage_BT[used_B] = found_N.unsqueeze(-1) * mask_BT[used_B]
+                advantage_N = _of_groups(rule, token_level_rewards[used_B].sum(-1), group_B[used_B])
+                advantage_BT[used_B] = advantage_N.unsqueeze(-1) * mask_BT[used_B]
         return advantage_BT, advantage_BT.clone()
 
     return estimate
@@ -62,10 +62,8 @@ def estimator(rule: Advantage) -> Estimator:
 
 def _to_go(rule: Advantage, rewards_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """What is still to come at each token, the rewards of rejected tokens included."""
-    found_BT = rewards_BT.flip(-1).cumsum(-1).flip(-1) * mask_BT
-    if rule.whiten and int(mask_BT.sum()) > 1:
-        return batch_whitening(found_BT, mask_BT)
-    return found_BT
+    to_go_BT = rewards_BT.flip(-1).cumsum(-1).flip(-1) * mask_BT
+    return batch_whitening(to_go_BT, mask_BT) if rule.whiten and int(mask_BT.sum()) > 1 else to_go_BT
 
 
 def _of_groups(rule: Advantage, reward_N: Tensor, group_N: Tensor) -> Tensor:
@@ -77,7 +75,7 @@ def _of_groups(rule: Advantage, reward_N: Tensor, group_N: Tensor) -> Tensor:
     logger.warning("rpg: %d prompts have one response only: its advantage is 0 (%s)", int(alone_N.sum()), rule.kind)
     if rule.kind != "leave-one-out":
         return rule(reward_N, group_N)
-    found_N = torch.zeros_like(reward_N)
+    advantage_N = torch.zeros_like(reward_N)
     if not bool(alone_N.all()):
-        found_N[~alone_N] = rule(reward_N[~alone_N], group_N[~alone_N])
-    return found_N
+        advantage_N[~alone_N] = rule(reward_N[~alone_N], group_N[~alone_N])
+    return advantage_N

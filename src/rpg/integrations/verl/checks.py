@@ -9,7 +9,7 @@ from typing import Any
 
 from ...console import choose
 from . import reference
-from .losses import GIVEN, check_actor
+from .losses import GIVEN, TWICE, check_actor
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings
 
 logger = logging.getLogger("rpg.integrations.verl")
@@ -18,9 +18,9 @@ SAME = {
     "grpo": "group-mean-std",
     "grpo_vectorized": "group-mean-std",
     "rloo": "leave-one-out",
+    "rloo_vectorized": "leave-one-out",
     "remax": "greedy-baseline",
 }
-SAME |= {"rloo_vectorized": "leave-one-out"}
 CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # verl's defaults
 
 
@@ -29,19 +29,18 @@ def check_names(config: Any, losses: Iterable[str], estimators: Iterable[str]) -
 
     Another name may be registered in a worker alone, by the user's own code.
     """
-    chosen, model = config.actor_rollout_ref.actor.policy_loss, config.actor_rollout_ref.model
-    own = {name for name in losses if name != GIVEN}
-    foreign = model.get("external_lib", None) is not None
-    for setting, given, known in (
-        (f"{ACTOR}.policy_loss.loss_mode", str(chosen.loss_mode), own),
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    foreign = config.actor_rollout_ref.model.get("external_lib", None) is not None
+    for setting, name, registered in (
+        (f"{ACTOR}.policy_loss.loss_mode", str(loss_mode), set(losses) - {GIVEN}),
         ("algorithm.adv_estimator", str(config.algorithm.adv_estimator), set(estimators)),
     ):
-        if given in known:
+        if name in registered:
             continue
-        if PREFIX + given in known:
-            raise ValueError(f"unknown {setting} {given!r}. Did you mean {PREFIX + given!r}?")
-        if given.startswith("rpg") or (not foreign and get_close_matches(given, known)):
-            raise ValueError(choose(setting, given, known))
+        if PREFIX + name in registered:
+            raise ValueError(f"unknown {setting} {name!r}. Did you mean {PREFIX + name!r}?")
+        if name.startswith("rpg") or (not foreign and get_close_matches(name, registered)):
+            raise ValueError(choose(setting, name, registered))
 
 
 def refuse_options(policy_loss: Any) -> None:
@@ -57,7 +56,7 @@ def check_run(chosen: Settings, config: Any) -> None:
     _check_kl(chosen, actor, algorithm)
     _check_sampler(chosen, config)
     v1 = config.trainer.get("use_v1", True)
-    if chosen.algorithm.advantage.kind == "greedy-baseline" and v1:
+    if chosen.method.needs_greedy and v1:
         raise ValueError(
             f"{chosen.name} needs the greedy response's reward, which verl's V1 trainer does not compute: "
             "set trainer.use_v1=False algorithm.adv_estimator=remax"
@@ -66,30 +65,26 @@ def check_run(chosen: Settings, config: Any) -> None:
         raise ValueError(
             "algorithm.filter_groups is ignored by verl's old trainer: set trainer.use_v1=True, or enable=False"
         )
-    if chosen.anchor in reference.RULES:
-        _check_renewal(chosen, config)
+    if chosen.method.anchor in reference.RULES:
+        reference.check(config.actor_rollout_ref)
+        if v1 and (config.trainer.get("v1", None) or {}).get("trainer_mode", "sync") == "separate_async":
+            raise ValueError(
+                f"{OPTIONS}.reference.update={chosen.method.anchor}: with trainer.v1.trainer_mode=separate_async an "
+                "update is a mini-batch, and the reference may be in another worker: set it to frozen, or trainer_mode "
+                "to sync"
+            )
     for line in remarks(chosen, config):
         logger.warning(line)
 
 
-def _check_renewal(chosen: Settings, config: Any) -> None:
-    reference.check(config.actor_rollout_ref)
-    mode = (config.trainer.get("v1", None) or {}).get("trainer_mode", "sync")
-    if config.trainer.get("use_v1", True) and mode == "separate_async":
-        raise ValueError(
-            f"{OPTIONS}.reference.update={chosen.anchor}: with trainer.v1.trainer_mode=separate_async an update is a "
-            "mini-batch, and the reference may be in another worker: set it to frozen, or trainer_mode to sync"
-        )
-
-
 def _check_kl(chosen: Settings, actor: Any, algorithm: Any) -> None:
-    in_reward, beta = algorithm.get("use_kl_in_reward", False), chosen.algorithm.advantage.beta
+    in_reward, beta = algorithm.get("use_kl_in_reward", False), chosen.method.advantage.beta
     if chosen.needs_reference and not (actor.use_kl_loss or in_reward):
         raise ValueError(
             f"{chosen.name} needs the reference's log-probabilities: "
             f"set {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0"
         )
-    if in_reward and chosen.has_kl:
+    if in_reward and chosen.method.loss.has_kl:
         raise ValueError(f"{chosen.name} has a KL term of its own: set algorithm.use_kl_in_reward=False")
     control = algorithm.kl_ctrl
     if beta and not (
@@ -115,57 +110,49 @@ def _check_sampler(chosen: Settings, config: Any) -> None:
             f"{OPTIONS}.mismatch needs the sampler's log-probabilities and the trainer's: "
             "set actor_rollout_ref.rollout.calculate_log_probs=True algorithm.rollout_correction.bypass_mode=False"
         )
-    if chosen.algorithm.loss.mismatch is not None and correction.get("rollout_is", None):
-        raise ValueError(
-            f"{OPTIONS}.mismatch and algorithm.rollout_correction.rollout_is correct the same thing twice: give one"
-        )
+    if chosen.method.loss.mismatch is not None and correction.get("rollout_is", None):
+        raise ValueError(TWICE)
 
 
 def remarks(chosen: Settings, config: Any) -> Iterator[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    method, estimator = chosen.algorithm, str(algorithm.adv_estimator)
-    own = AGG_MODES[method.loss.reduction]
-    if actor.loss_agg_mode != own:
+    method, estimator = chosen.method, str(algorithm.adv_estimator)
+    mode = AGG_MODES[method.loss.reduction]
+    if actor.loss_agg_mode != mode:
         yield (
-            f"{chosen.name} is reduced by {own}, as published; {ACTOR}.loss_agg_mode={actor.loss_agg_mode} "
+            f"{chosen.name} is reduced by {mode}, as published; {ACTOR}.loss_agg_mode={actor.loss_agg_mode} "
             "concerns only what verl itself adds or reports (entropy)"
         )
     kind = method.advantage.kind
     group_mean = estimator == "grpo" and not algorithm.get("norm_adv_by_std_in_grpo", True)
-    found = "group-mean" if group_mean else SAME.get(estimator, estimator)
-    if found not in (kind, f"{PREFIX}{kind}", f"{PREFIX}{method.name}"):
+    ours = "group-mean" if group_mean else SAME.get(estimator, estimator)
+    if ours not in (kind, f"{PREFIX}{kind}", f"{PREFIX}{method.name}"):
         yield f"{chosen.name} was published with algorithm.adv_estimator={PREFIX}{method.name}; got {estimator}"
-    yield from _about_clips(chosen, actor)
-    if chosen.anchor == "old" and chosen.reference.update not in ("auto", "old"):
+    for name, default in CLIPS.items():
+        if (bound := actor.get(name, default)) != default:
+            yield f"{ACTOR}.{name}={bound} has no effect on {chosen.name}: its bounds are +{OPTIONS}.low, .high, .c"
+    if method.anchor == "old" and chosen.reference.update not in ("auto", "old"):
         yield f"{chosen.name} has no KL term here: {OPTIONS}.reference.update={chosen.reference.update} has no effect"
     yield from _about_groups(chosen, config)
 
 
-def _about_clips(chosen: Settings, actor: Any) -> Iterator[str]:
-    for name, default in CLIPS.items():
-        if (given := actor.get(name, default)) != default:
-            yield f"{ACTOR}.{name}={given} has no effect on {chosen.name}: its bounds are +{OPTIONS}.low, .high, .c"
-
-
 def _about_groups(chosen: Settings, config: Any) -> Iterator[str]:
-    method, groups = chosen.algorithm, _filter(config)
+    method, groups = chosen.method, _filter(config)
     buffer = (config.get("reward", {}).get("reward_kwargs", None) or {}).get("overlong_buffer_cfg", None)
     penalty = (buffer or {}).get("enable", False)
-    if method.dynamic_sampling and not config.trainer.get("use_v1", True):
+    if method.dynamic and not config.trainer.get("use_v1", True):
         yield f"{chosen.name} was published with dynamic sampling, which verl has with trainer.use_v1=True only"
-    elif method.dynamic_sampling and not groups.get("enable", False):
+    elif method.dynamic and not groups.get("enable", False):
         yield (
             f"{chosen.name} was published with dynamic sampling, which is off: algorithm.filter_groups.enable=True "
             "algorithm.filter_groups.metric=signal (with the reward.py of `rpg export verl`; else reward)"
         )
-    elif (
-        groups.get("enable", False) and groups.get("metric", None) == "reward" and (method.overlong_penalty or penalty)
-    ):
+    elif groups.get("enable", False) and groups.get("metric", None) == "reward" and (method.overlong or penalty):
         yield (
             "algorithm.filter_groups.metric=reward keeps groups that differ by their overlong penalty alone; "
             "metric=signal does not (with the reward.py of `rpg export verl`)"
         )
-    if method.overlong_penalty and not penalty:
+    if method.overlong and not penalty:
         yield (
             f"{chosen.name} was published with an overlong penalty, which is off: reward.reward_manager.name=dapo "
             "+reward.reward_kwargs.overlong_buffer_cfg.enable=True (docs/verl.md)"

@@ -69,12 +69,12 @@ def _through_verl(
     chosen: Settings, config: Any, model_output: Any, data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, Any]]:
     wanted = {"ref_log_prob": chosen.reads_reference, "rollout_log_probs": True}
-    found = [name for name, wants in wanted.items() if wants and name in data]
-    padded = data.select(*found).to_padded_tensor() if found else {}
+    names = [name for name, wants in wanted.items() if wants and name in data]
+    padded = data.select(*names).to_padded_tensor() if names else {}
     extra = Extra(chosen, padded.get("ref_log_prob", None), padded.get("rollout_log_probs", None))
     with handing_on(extra):
-        loss, found_metrics = _verl_ppo_loss(config, model_output, data, dp_group)
-    return loss, found_metrics | metrics.of_micro_batch(extra, data)
+        loss, verl_metrics = _verl_ppo_loss(config, model_output, data, dp_group)
+    return loss, verl_metrics | metrics.of_micro_batch(extra, data)
 
 
 @functools.wraps(_verl_validate)

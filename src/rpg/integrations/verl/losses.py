@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...loss.policy_loss import LossOutput, PolicyLoss
+from ...loss.clip import Adaptive
+from ...loss.policy_loss import PolicyLoss
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings, settings
 
 METRICS = "actor/rpg/"
 NO_MEAN = ("tokens", "sequences")
 GIVEN = "rpg"  # the loss_mode whose settings come with the call
+TWICE = f"{OPTIONS}.mismatch and algorithm.rollout_correction.rollout_is correct the same thing twice: give one"
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -47,7 +49,7 @@ def handing_on(extra: Extra) -> Iterator[None]:
 def policy_loss(preset: str) -> Loss:
     """A function for verl's register_policy_loss."""
 
-    def loss(
+    def preset_loss(
         old_log_prob: Tensor,
         log_prob: Tensor,
         advantages: Tensor,
@@ -56,36 +58,36 @@ def policy_loss(preset: str) -> Loss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        extra = _extra.get()
-        chosen = settings_of(config, preset) if extra is None else extra.settings
-        given = Extra(chosen) if extra is None else extra
+        handed_on = _extra.get()
+        extra = Extra(settings_of(config, preset)) if handed_on is None else handed_on
+        chosen = extra.settings
         rule = chosen.loss(config.loss_scale_factor)
         check_actor(chosen, config)
         sizes = dict(config.global_batch_info)
-        if chosen.needs_whole_step and not _is_whole_step(len(log_prob), sizes):
+        if isinstance(rule.clip, Adaptive) and not _is_whole_step(len(log_prob), sizes):
             raise ValueError(
                 f"{type(rule.clip).__name__} fits its bounds to the whole optimiser step: one GPU, and "
                 f"{ACTOR}.ppo_micro_batch_size_per_gpu as large as ppo_mini_batch_size × rollout.n"
             )
-        check_given(chosen, given, rollout_is_weights)
-        out = _weighted(
+        _check_extra(extra, rollout_is_weights)
+        loss, metrics = _weighted(
             rule,
             rollout_is_weights,
             logp=log_prob,
             old_logp=old_log_prob,
             advantages=advantages if rule.level == "token" else _one_each(chosen, advantages, response_mask),
             mask=response_mask,
-            ref_logp=given.ref_logp_BT if chosen.reads_reference else None,
-            rollout_logp=given.rollout_logp_BT,
+            ref_logp=extra.ref_logp_BT if chosen.reads_reference else None,
+            rollout_logp=extra.rollout_logp_BT,
             denominator=denominator(rule, sizes),
         )
-        found = _numbers(out)
-        given.tokens = found["tokens"]
-        given.metrics = {METRICS + name: x for name, x in found.items() if name not in NO_MEAN}
-        return out.loss, {} if extra is not None else given.metrics
+        numbers = dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))  # one transfer
+        extra.tokens = numbers["tokens"]
+        extra.metrics = {METRICS + name: x for name, x in numbers.items() if name not in NO_MEAN}
+        return loss, extra.metrics if handed_on is None else {}
 
-    loss.__name__ = f"rpg_{preset}"
-    return loss
+    preset_loss.__name__ = f"rpg_{preset}"
+    return preset_loss
 
 
 def settings_of(config: Any, preset: str | None = None) -> Settings:
@@ -113,18 +115,19 @@ def _plain(options: Any) -> Any:
 
 def check_actor(chosen: Settings, config: Any) -> None:
     """Settings of the actor that contradict the preset: before any model is loaded, and again where it runs."""
-    reduction = chosen.algorithm.loss.reduction
-    own, given = AGG_MODES[reduction], config.loss_agg_mode
-    if given not in (own, "token-mean"):  # token-mean is verl's default: who has not set it has not contradicted
+    reduction = chosen.method.loss.reduction
+    published, mode = AGG_MODES[reduction], config.loss_agg_mode
+    if mode not in (published, "token-mean"):  # token-mean is verl's default: who has not set it has not contradicted
+        ours = next((ours for ours, theirs in AGG_MODES.items() if theirs == mode), "token-mean")
         raise ValueError(
-            f"{chosen.name} has {ACTOR}.loss_agg_mode={own}; got {given}. "
-            f"To change the method: +{OPTIONS}.reduction={_ours(given)}"
+            f"{chosen.name} has {ACTOR}.loss_agg_mode={published}; got {mode}. "
+            f"To change the method: +{OPTIONS}.reduction={ours}"
         )
     factor = config.loss_scale_factor
     rule = chosen.loss(factor)
     if reduction == "constant" and factor is not None and factor != rule.constant:
         raise ValueError(f"{OPTIONS}.constant={rule.constant} and {ACTOR}.loss_scale_factor={factor} differ: give one")
-    if config.use_kl_loss and chosen.has_kl:
+    if config.use_kl_loss and chosen.method.loss.has_kl:
         if not chosen.needs_reference:
             raise ValueError(
                 f"{chosen.name} has a KL term of its own, anchored at the sampling policy: {ACTOR}.use_kl_loss=False, "
@@ -137,23 +140,18 @@ def check_actor(chosen: Settings, config: Any) -> None:
             )
 
 
-def check_given(chosen: Settings, given: Extra, rollout_is_weights: Tensor | None) -> None:
-    if chosen.reads_reference and given.ref_logp_BT is None:
-        how = f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0" if chosen.has_kl else "algorithm.use_kl_in_reward=True"
+def _check_extra(extra: Extra, rollout_is_weights: Tensor | None) -> None:
+    chosen, loss = extra.settings, extra.settings.method.loss
+    if chosen.reads_reference and extra.ref_logp_BT is None:
+        how = f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0" if loss.has_kl else "algorithm.use_kl_in_reward=True"
         raise ValueError(f"{chosen.name} needs ref_log_prob, the reference's log-probabilities: set {how}")
-    if chosen.needs_sampler and given.rollout_logp_BT is None:
+    if chosen.needs_sampler and extra.rollout_logp_BT is None:
         raise ValueError(
             f"{OPTIONS}.mismatch needs rollout_log_probs, the sampler's own: "
             "set actor_rollout_ref.rollout.calculate_log_probs=True, and no bypass_mode"
         )
-    if chosen.algorithm.loss.mismatch is not None and rollout_is_weights is not None:
-        raise ValueError(
-            f"{OPTIONS}.mismatch and algorithm.rollout_correction.rollout_is correct the same thing twice: give one"
-        )
-
-
-def _ours(mode: str) -> str:
-    return next((own for own, theirs in AGG_MODES.items() if theirs == mode), "token-mean")
+    if loss.mismatch is not None and rollout_is_weights is not None:
+        raise ValueError(TWICE)
 
 
 def _is_whole_step(rows: int, sizes: dict[str, Any]) -> bool:
@@ -178,10 +176,13 @@ def denominator(rule: PolicyLoss, sizes: dict[str, Any]) -> float | None:
     return float(total or 1) * (rule.constant or 1.0) / ranks  # 0: a step of filler alone, whose loss is 0
 
 
-def _weighted(rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float | None, **batch: Any) -> LossOutput:
-    """The loss; with verl's weights of rollout correction on every token's, or every response's, share of it."""
+def _weighted(
+    rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float | None, **batch: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its metrics; verl's weights of rollout correction are on each token's, or each response's, share."""
     if weights_BT is None:
-        return rule(denominator=denominator, **batch)
+        out = rule(denominator=denominator, **batch)
+        return out.loss, out.metrics
     mask_BT = batch["mask"].bool()
     out = rule.replace(reduction="none", constant=None)(denominator=denominator, **batch)
     if out.loss.dim() == 2:
@@ -193,7 +194,7 @@ def _weighted(rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float
                 f"level={rule.level} has one loss a response: set algorithm.rollout_correction.rollout_is=sequence"
             )
         weighted = out.loss * weight_B.detach().to(out.loss.dtype)
-    return LossOutput(rule.reduce(weighted, mask_BT.sum(-1), denominator), out._diagnose)
+    return rule.reduce(weighted, mask_BT.sum(-1), denominator), out.metrics
 
 
 def _one_each(chosen: Settings, advantages: Tensor, mask_BT: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ def _one_each(chosen: Settings, advantages: Tensor, mask_BT: Tensor) -> Tensor:
     if not equal:
         raise ValueError(
             f"{chosen.name} has one advantage a response, and algorithm.adv_estimator gives one a token: "
-            f"set it to {PREFIX}{chosen.algorithm.advantage.kind}"
+            f"set it to {PREFIX}{chosen.method.advantage.kind}"
         )
     return advantage_B
 
@@ -215,8 +216,3 @@ def _per_response(x_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, bool]:
     value_B = x_BT.gather(-1, first_B1).squeeze(-1).masked_fill(~mask_BT.any(-1), 0)
     apart_BT = (x_BT - value_B.unsqueeze(-1)).abs() > 1e-5 * value_B.abs().unsqueeze(-1)
     return value_B, not bool((apart_BT & mask_BT).any())
-
-
-def _numbers(out: LossOutput) -> dict[str, float]:
-    """The metrics in one transfer from the device."""
-    return dict(zip(out.metrics, torch.stack(list(out.metrics.values())).tolist(), strict=True))

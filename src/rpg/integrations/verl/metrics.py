@@ -23,12 +23,12 @@ def of_micro_batch(extra: Extra, data: Any) -> dict[str, Any]:
 
     total = data["batch_num_tokens"]
     share = extra.tokens * data["dp_size"] / total if total else 1.0
-    found = {}
+    metrics = {KEPT: Metric(value=share, aggregation=AggregationType.SUM)}
     for name, value in extra.metrics.items():
         largest = _is_largest(name)
         aggregation = AggregationType.MAX if largest else AggregationType.SUM
-        found[name] = Metric(value=value if largest else value * share if share else 0.0, aggregation=aggregation)
-    return found | {KEPT: Metric(value=share, aggregation=AggregationType.SUM)}
+        metrics[name] = Metric(value=value if largest else value * share if share else 0.0, aggregation=aggregation)
+    return metrics
 
 
 def over_kept(metrics: dict[str, list[float]]) -> None:
@@ -46,20 +46,28 @@ def _is_largest(name: str) -> bool:
 
 
 def install() -> None:
-    """Let verl's worker end ``update_actor`` so; once in a process, and before the reference's part, which reads it."""
-    workers = sys.modules.get(WORKERS)  # a process that has not imported it has no worker
-    if workers is not None and not hasattr(workers.ActorRolloutRefWorker.update_actor, "rpg_metrics"):
-        worker = workers.ActorRolloutRefWorker
-        worker.update_actor = _corrected(worker.update_actor)
+    """Before the reference's part, which reads the means."""
+    follow("update_actor", "rpg_metrics", _after_update)
 
 
-def _corrected(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _after_update(worker: Any, output: Any, *_: Any, **__: Any) -> Any:
+    if output is not None:
+        over_kept(output["metrics"])
+    return output
+
+
+def follow(name: str, mark: str, after: Callable[..., Any]) -> None:
+    """Let a method of verl's worker end with ``after(worker, its output, *its arguments)``; once for each ``mark``."""
+    workers = sys.modules.get(WORKERS)
+    if workers is None:  # a process that has not imported it has no worker
+        return
+    theirs = getattr(workers.ActorRolloutRefWorker, name)
+    if hasattr(theirs, mark):
+        return
+
     @functools.wraps(theirs)  # with the attribute by which verl dispatches
-    def update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = theirs(self, *args, **kwargs)
-        if output is not None:
-            over_kept(output["metrics"])
-        return output
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return after(self, theirs(self, *args, **kwargs), *args, **kwargs)
 
-    update_actor.rpg_metrics = True  # type: ignore[attr-defined]
-    return update_actor
+    setattr(method, mark, True)
+    setattr(workers.ActorRolloutRefWorker, name, method)

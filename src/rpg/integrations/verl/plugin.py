@@ -15,7 +15,7 @@ logger.setLevel(logging.INFO)  # verl's root logger is at WARNING, its handler i
 
 def register() -> str:
     """Everything there is, into verl. Gives the line for the log."""
-    found = check_version("verl")
+    installed = check_version("verl")
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
     from ... import __version__
@@ -34,7 +34,7 @@ def register() -> str:
         ADV_ESTIMATOR_REGISTRY[PREFIX + name] = estimator(rule)
     hook.install()
     count = len(names()) // 2
-    return f"rpg {__version__} is loaded into verl {found}: {count} presets as policy losses and advantages"
+    return f"rpg {__version__} is loaded into verl {installed}: {count} presets as policy losses and advantages"
 
 
 try:

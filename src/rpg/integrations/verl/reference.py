@@ -11,16 +11,16 @@ import functools
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...distributed.shards import local
 from ...loss.anchor import Renewal
 from .losses import METRICS, settings_of
-from .metrics import WORKERS
+from .metrics import follow
 from .settings import ACTOR, OPTIONS, Settings
 
 logger = logging.getLogger("rpg.integrations.verl")
@@ -37,27 +37,21 @@ SHARDED = ("fsdp", "fsdp2")
 @torch.no_grad()
 def copy_shards(source: nn.Module, target: nn.Module) -> None:
     """Every rank's own part of the weights, between two models sharded alike; devices and dtypes may differ."""
-    theirs, own = shards(source), shards(target)
-    if theirs.keys() != own.keys() or any(theirs[name].shape != own[name].shape for name in own):
+    new, held = shards(source), shards(target)
+    if new.keys() != held.keys() or any(new[name].shape != held[name].shape for name in held):
         raise ValueError(
             "actor and reference are sharded differently, so that one cannot be copied into the other: give "
             "actor_rollout_ref.ref the strategy and the fsdp_config (fsdp_size, wrap_policy) of actor_rollout_ref.actor"
         )
-    for name, shard in own.items():
-        shard.copy_(theirs[name])
+    for name, shard in held.items():
+        shard.copy_(new[name])
 
 
 def shards(model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of parameters and buffers, in the memory that the model computes with."""
     _reshard(model)
     named = (*model.named_parameters(), *model.named_buffers())
-    return {name: _local(x.detach()) for name, x in named if x.is_floating_point()}
-
-
-def _local(x: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return x.to_local() if isinstance(x, DTensor) else x
+    return {name: local(x.detach()) for name, x in named if x.is_floating_point()}
 
 
 def _reshard(model: nn.Module) -> None:
@@ -81,38 +75,27 @@ def _ran(module: Any) -> Any:
 
 
 def install(chosen: Settings) -> None:
-    """Wrap three methods of verl's worker, once in a process, if ``chosen`` has a reference that is renewed."""
-    workers = sys.modules.get(WORKERS)  # a process that has not imported it has no worker
-    if chosen.anchor not in RULES or workers is None:
-        return
-    worker = workers.ActorRolloutRefWorker
-    for name, after in AFTER.items():
-        theirs = getattr(worker, name)
-        if not hasattr(theirs, "rpg_reference"):
-            setattr(worker, name, _followed_by(after, theirs))
+    """Follow three methods of verl's worker, if ``chosen`` has a reference that is renewed."""
+    if chosen.method.anchor in RULES:
+        for name, after in AFTER.items():
+            follow(name, "rpg_reference", functools.partial(_with_renewal, after))
 
 
-def _followed_by(after: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)  # with the attribute by which verl dispatches
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = theirs(self, *args, **kwargs)
-        renewal = renewal_of(self)
-        return output if renewal is None else after(self, renewal, output, *args, **kwargs)
-
-    method.rpg_reference = True  # type: ignore[attr-defined]
-    return method
+def _with_renewal(after: Callable[..., Any], worker: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    renewal = renewal_of(worker)
+    return output if renewal is None else after(worker, renewal, output, *args, **kwargs)
 
 
 def renewal_of(worker: Any) -> Renewal | None:
     """The worker's own, None where its settings ask for none. A worker that could not obey is refused."""
     if "_rpg_renewal" not in vars(worker):
         chosen = settings_of(worker.config.actor)
-        wanted = worker._is_actor and chosen.anchor in RULES
+        wanted = worker._is_actor and chosen.method.anchor in RULES
         if wanted:
             _check_worker(worker)
-        worker._rpg_renewal = Renewal(chosen.anchor, chosen.reference) if wanted else None
-    found: Renewal | None = worker._rpg_renewal
-    return found
+        worker._rpg_renewal = Renewal(chosen.method.anchor, chosen.reference) if wanted else None
+    renewal: Renewal | None = worker._rpg_renewal
+    return renewal
 
 
 def _check_worker(worker: Any) -> None:
@@ -154,8 +137,8 @@ def _after_update(worker: Any, renewal: Renewal, output: Any, *_: Any, **__: Any
 
 def _kl(output: Any) -> float | None:
     """The update's mean KL per token; ranks that hold no metrics have none."""
-    found = None if output is None else output["metrics"].get(KL)
-    return None if found is None else sum(found) / len(found)
+    kls = None if output is None else output["metrics"].get(KL)
+    return None if kls is None else sum(kls) / len(kls)
 
 
 def _agreed(kl: float | None) -> float | None:

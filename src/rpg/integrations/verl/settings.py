@@ -11,8 +11,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from ...console import choose, one_of
-from ...loss.clip import Adaptive
-from ...loss.methods import Algorithm, algorithm, algorithms
+from ...loss.methods import Algorithm, Method, algorithm, algorithms
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.mismatch import SequenceMask
 from ...loss.policy_loss import PolicyLoss
@@ -38,53 +37,35 @@ NUMBERS: dict[str, tuple[str, Any, Callable[[Any], bool]]] = {  # of ``reference
 
 @dataclass(frozen=True)
 class Settings:
-    """What runs: the algorithm, and how the KL's anchor is renewed."""
+    """What runs: the method, and how the KL's anchor is renewed."""
 
-    algorithm: Algorithm
+    method: Method
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     own_constant: bool = False  # whether ``constant`` was given, so that verl's loss_scale_factor is not asked for it
 
     @property
     def name(self) -> str:
-        return self.algorithm.name or "this loss"
-
-    @property
-    def has_kl(self) -> bool:
-        """In the loss; a KL in the reward is verl's to compute."""
-        return self.algorithm.loss.divergence != "none" and self.algorithm.loss.beta > 0
-
-    @property
-    def anchor(self) -> str:
-        """old, frozen, every or kl, as ``reference.update`` has it."""
-        if not self.has_kl and not self.algorithm.advantage.beta:
-            return "old"
-        if self.reference.update != "auto":
-            return self.reference.update
-        return "old" if self.algorithm.reference == "old" else "frozen"
+        return self.method.name or "this loss"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss asks for the reference's log-probabilities."""
-        return self.has_kl and self.anchor != "old"
+        """Whether the loss asks for the reference's log-probabilities; a KL in the reward is verl's to compute."""
+        return self.method.loss.has_kl and self.method.anchor != "old"
 
     @property
     def reads_reference(self) -> bool:
         """Also where only the rule asks for the KL to it: update=kl of a method with its KL in the reward."""
-        return self.needs_reference or self.anchor == "kl"
+        return self.needs_reference or self.method.anchor == "kl"
 
     @property
     def needs_sampler(self) -> bool:
         """Whether the loss asks for the sampler's own log-probabilities."""
-        rule = self.algorithm.loss.mismatch
+        rule = self.method.loss.mismatch
         return rule is not None and not isinstance(rule, SequenceMask)
-
-    @property
-    def needs_whole_step(self) -> bool:
-        return isinstance(self.algorithm.loss.clip, Adaptive)
 
     def loss(self, loss_scale_factor: float | None) -> PolicyLoss:
         """The loss, Dr.GRPO's constant being verl's ``loss_scale_factor`` unless it is an option of the preset."""
-        rule = self.algorithm.loss
+        rule = self.method.loss
         if rule.reduction != "constant" or self.own_constant:
             return rule
         if loss_scale_factor is None:
@@ -96,13 +77,13 @@ class Settings:
 
 def wanted(chosen: Settings) -> dict[str, object]:
     """verl's settings for a preset as published, by their full names; the preset's options are not among them."""
-    method, greedy = chosen.algorithm, chosen.algorithm.advantage.kind == "greedy-baseline"
+    method = chosen.method
     out: dict[str, object] = {
         f"{ACTOR}.policy_loss.loss_mode": PREFIX + method.name,
         f"{ACTOR}.loss_agg_mode": AGG_MODES[method.loss.reduction],
-        "algorithm.adv_estimator": "remax" if greedy else PREFIX + method.name,
+        "algorithm.adv_estimator": "remax" if method.needs_greedy else PREFIX + method.name,
     }
-    if greedy:
+    if method.needs_greedy:
         out["trainer.use_v1"] = False  # the only trainer of verl's that samples a greedy response
     if chosen.needs_reference:
         out |= {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0}
@@ -111,7 +92,7 @@ def wanted(chosen: Settings) -> dict[str, object]:
         out |= {"algorithm.kl_ctrl.type": "fixed", "algorithm.kl_ctrl.kl_coef": method.advantage.beta}
     if chosen.needs_sampler:
         out["actor_rollout_ref.rollout.calculate_log_probs"] = True
-    if method.dynamic_sampling:
+    if method.dynamic:
         out |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "reward"}
     return out
 
@@ -139,8 +120,8 @@ def _cached(name: str, options: str) -> Settings:
 
 
 def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
-    given = options.get("reference")
-    reference = _reference(options.pop("reference")) if isinstance(given, Mapping) else ReferenceConfig()
+    section = options.get("reference")
+    reference = _reference(options.pop("reference")) if isinstance(section, Mapping) else ReferenceConfig()
     if isinstance(rule := options.get("mismatch"), str):
         one_of(f"{OPTIONS}.mismatch", rule, MISMATCH)
         options["mismatch"] = MISMATCH[rule]
@@ -149,26 +130,27 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
             chosen = algorithm(chosen, **options)
         elif options:
             raise ValueError(f"options go with a preset's name; got an Algorithm and {', '.join(options)}")
-        made = Settings(chosen, reference, own_constant="constant" in options)
         _no_switches(options)
-        _refuse(made)
-        _try_out(made)
+        one_of(f"{OPTIONS}.reference", chosen.reference, ("old", "initial"))
+        resolved = Settings(chosen.resolve(update=reference.update), reference, own_constant="constant" in options)
+        _refuse(resolved)
+        _try_out(resolved.method.loss)
     except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
         text = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ValueError(f"{OPTIONS}: {chosen} cannot have {text}: {error}") from error
-    return made
+    return resolved
 
 
-def _reference(given: Mapping[str, Any]) -> ReferenceConfig:
-    known = {f.name for f in fields(ReferenceConfig)}
-    for key, value in given.items():
-        if key not in known:
-            raise ValueError(choose(f"option {OPTIONS}.reference", str(key), known))
+def _reference(section: Mapping[str, Any]) -> ReferenceConfig:
+    keys = {f.name for f in fields(ReferenceConfig)}
+    for key, value in section.items():
+        if key not in keys:
+            raise ValueError(choose(f"option {OPTIONS}.reference", str(key), keys))
         if key in NUMBERS:
             what, types, fits = NUMBERS[key]
             if isinstance(value, bool) or not isinstance(value, types) or not fits(value):
                 raise ValueError(f"{OPTIONS}.reference.{key} must be {what}; got {value!r}")
-    config = ReferenceConfig(**given)
+    config = ReferenceConfig(**section)
     one_of(f"{OPTIONS}.reference.update", config.update, get_args(get_type_hints(ReferenceConfig)["update"]))
     return config
 
@@ -181,24 +163,23 @@ def _no_switches(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{OPTIONS}.{key} is no switch (true or false); got {str(value).lower()}")
 
 
-def _refuse(made: Settings) -> None:
+def _refuse(chosen: Settings) -> None:
     """What the engine cannot express, by name."""
-    chosen = made.algorithm
-    one_of(f"{OPTIONS}.reference", chosen.reference, ("old", "initial"))
-    if chosen.curvature_gate or "keep" in chosen.loss.needs:
-        raise ValueError(f"{made.name} cannot run inside verl: its gate reads logits and the optimiser's moments")
-    if chosen.loss.control_variate:
+    method, loss = chosen.method, chosen.method.loss
+    if method.curvature_gate or "keep" in loss.needs:
+        raise ValueError(f"{chosen.name} cannot run inside verl: its gate reads logits and the optimiser's moments")
+    if loss.control_variate:
         raise ValueError("control_variate cannot run inside verl: it needs each response's prompt, which losses lack")
-    if made.reference.update == "ema":
+    if chosen.reference.update == "ema":
         raise ValueError(f"{OPTIONS}.reference.update=ema cannot be had inside verl: every, kl, frozen or old")
-    if chosen.loss.reduction == "none":
+    if loss.reduction == "none":
         raise ValueError(f"{OPTIONS}.reduction=none leaves no number to differentiate")
-    if made.anchor == "old" and "ref_logp" in chosen.loss.needs and made.has_kl:
-        raise ValueError(f"{OPTIONS}.reference.update=old: {made.name} is another method without its reference")
+    if method.anchor == "old" and "ref_logp" in loss.needs and loss.has_kl:
+        raise ValueError(f"{OPTIONS}.reference.update=old: {chosen.name} is another method without its reference")
 
 
-def _try_out(made: Settings) -> None:
+def _try_out(loss: PolicyLoss) -> None:
     """On two tokens, so that a combination which cannot be trained is known before a model is loaded."""
     logp = torch.full((2, 2), -1.0, requires_grad=True)
     old, mask = logp.detach(), torch.ones(2, 2, dtype=torch.bool)
-    made.algorithm.loss(logp, old, torch.tensor([1.0, -1.0]), mask, ref_logp=old, rollout_logp=old)
+    loss(logp, old, torch.tensor([1.0, -1.0]), mask, ref_logp=old, rollout_logp=old)
