@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ..console import choose
 from ..rewards.importing import load_function
-from ..verify import verify
-from ..verify.judge import preload as preload  # called by workers, before the clock of an answer runs
+from ..verify import verify_reward
 from . import overlap
 from .sources.builtin import BUILTIN
 from .sources.datasets import DATASETS, dataset_name, load_split, prepare, row_of
@@ -162,8 +161,3 @@ def _data(
     train, notes = prepare(short, found.train, found.lacking, template=template)
     test, more = prepare(short, found.test, template=template)
     return short, train, (short, test), notes + more
-
-
-def verify_reward(response: str, answer: str, prompt: str) -> float:
-    """1 where the response's final answer is right."""
-    return float(verify(response, answer))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from ..rewards import Reward
+from ..rewards.scoring import Reward
 
 ENDLESS = 2**31  # length of problems that are made when asked for
 

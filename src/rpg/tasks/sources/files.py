@@ -11,7 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...rewards.importing import describe
+from ...console import describe
 from ..overlap import words
 from ..task import Problem
 

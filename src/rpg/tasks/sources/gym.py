@@ -16,10 +16,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ...console import choose
-from ...rewards.importing import describe
+from ...console import choose, describe
 from ...verify.answers import final_answer
-from ...verify.judge import preload as preload  # called by workers, before the clock of an answer runs
 from ..task import Lazy, Problem, Task
 from .builtin import TEST, TRAIN, split_of
 from .tagged import Tagged, tag_of

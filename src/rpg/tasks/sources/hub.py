@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...rewards.importing import describe
+from ...console import describe
 from ..task import Problem
 from .files import ANSWERS, LEVELS, PROMPTS, arrow_rows, problems_of
 

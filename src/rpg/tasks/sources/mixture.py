@@ -11,7 +11,6 @@ from fractions import Fraction
 from itertools import chain, count
 from typing import Any
 
-from ...verify.judge import preload as preload  # called by workers, before the clock of an answer runs
 from ..task import ENDLESS, Lazy, Problem, Task
 from .datasets import dataset_name
 from .tagged import Tagged, tag_of
