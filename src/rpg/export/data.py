@@ -75,7 +75,8 @@ def load_tokenizer(model: str, config: Config) -> Any:
     """Without the weights."""
     from transformers import AutoTokenizer
 
-    from ..models.loading import SHARED, explain
+    from ..models.errors import explain
+    from ..models.loading import SHARED
 
     options = {name: value for name, value in config.model_options.items() if name in SHARED}
     try:
@@ -88,7 +89,8 @@ def context(model: str, config: Config) -> int | None:
     """Tokens the model was made for, where it says so."""
     from transformers import AutoConfig
 
-    from ..models.loading import SHARED, explain
+    from ..models.errors import explain
+    from ..models.loading import SHARED
 
     options = {name: value for name, value in config.model_options.items() if name in SHARED}
     try:

@@ -14,7 +14,7 @@ import torch
 
 from ..kernels.fused import fuse
 from ..kernels.merged import merge
-from ..models.policy import head_is_linear
+from ..models.architecture import head_is_linear
 from . import eager
 from .engine import Rollout, Sampling
 from .graphs import END_ROOM, GraphBatch, GraphDecoder, Timing
