@@ -20,8 +20,8 @@ from ..rewards.scoring import Part
 from ..tasks import Scorer
 from ..tasks.reward import well_formed
 from ..tasks.sources.gym import GymReward
-from ..tasks.sources.mixture import ByPart
-from ..tasks.sources.tagged import Tagged
+from ..tasks.sources.mixture import RewardByPart
+from ..tasks.task import TaggedAnswer
 
 GATHER = 0.005  # seconds in which calls that come at about the same time are taken together
 UNIT = 1e-9  # rewards closer than this are equal to ``rpg train`` too
@@ -33,7 +33,7 @@ def described(function: Any) -> Any:
     """A reward function as what ``made`` takes: its name, or a list of names where the parts of a mixture differ."""
     if isinstance(function, str):
         return function
-    if isinstance(function, ByPart):
+    if isinstance(function, RewardByPart):
         return [described(reward) for reward in function.rewards]
     if isinstance(function, partial) and function.func is well_formed:
         return {"format": list(function.keywords["asked"])}
@@ -48,7 +48,7 @@ def described(function: Any) -> Any:
 def made(text: Any, here: Path) -> Any:
     """The function again; files that were copied lie in ``here``."""
     if isinstance(text, list):
-        return ByPart([made(one, here) for one in text])
+        return RewardByPart([made(one, here) for one in text])
     if isinstance(text, Mapping):
         if "format" in text:
             return partial(well_formed, asked=tuple(text["format"]))
@@ -69,7 +69,7 @@ def _tuples(value: Any) -> Any:
 
 def tag_text(answer: str) -> str:
     """What an answer carries besides its text, as JSON; '' for nothing."""
-    if not isinstance(answer, Tagged):
+    if not isinstance(answer, TaggedAnswer):
         return ""
     tag = answer.tag
     if isinstance(tag, tuple):  # (part of a mixture, the part's own answer)
@@ -85,7 +85,7 @@ def with_tag(answer: str, text: str) -> str:
     if not text:
         return answer
     found = json.loads(text)
-    return Tagged(answer, (found["part"], with_tag(answer, found["tag"])) if "part" in found else found["entry"])
+    return TaggedAnswer(answer, (found["part"], with_tag(answer, found["tag"])) if "part" in found else found["entry"])
 
 
 # ---- on the workers --------------------------------------------------------------------------------------------------

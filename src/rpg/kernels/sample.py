@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from .decode import next_power_of_2
-from .interface import has_triton
+from .sample_torch import sample
+from .triton import has_triton, next_power_of_2
 
 PIECE = 64
 ROOM = 8192  # tokens collected for the search
@@ -28,8 +28,6 @@ def fused_sample(
     Tokens tied with the last one kept are kept. On a GPU safe inside a CUDA graph; elsewhere this is sample().
     """
     if not has_triton(logits_AV):
-        from .sample_torch import sample
-
         return sample(logits_AV, uniform_A, temperature, top_p, top_k)
     if temperature == 0:
         token_A = logits_AV.argmax(-1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..console import first_line
-from ..kernels.interface import configs_of
+from ..kernels.custom_attention import configs_of
 from ..kernels.packed import pack, packed
 
 

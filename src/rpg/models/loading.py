@@ -171,8 +171,9 @@ def _load_adapter(name: str, folder: Path, dtype: torch.dtype, options: dict[str
 def _load_from_hub(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
     if not HUB_ID.fullmatch(name):
         raise Explained(f"{name!r} is neither a folder nor a hub id: a hub id is org/name")
-    options = options | ask_hub(name, ["config.json", "adapter_config.json"], options)
-    if options.pop("found") == "config.json":
+    file, offline = ask_hub(name, ["config.json", "adapter_config.json"], options)
+    options = options | offline
+    if file == "config.json":
         return _from_pretrained(name, name, dtype, options)
     import huggingface_hub
 
@@ -181,8 +182,8 @@ def _load_from_hub(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tu
     return _load_adapter(name, Path(folder), dtype, {k: v for k, v in options.items() if k != "revision"})
 
 
-def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """One request, not repeated, before transformers makes many: which of these files is ``found`` there.
+def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> tuple[str, dict[str, bool]]:
+    """One request, not repeated, before transformers makes many: (which of these files is there, more options).
 
     Where there is no answer and the file is in the cache, ``local_files_only`` keeps transformers from asking again.
     """
@@ -198,7 +199,7 @@ def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> di
             url = hub.hf_hub_url(repository, file, subfolder=folder, revision=revision)
             try:
                 hub.get_hf_file_metadata(url, token=options.get("token"), timeout=PATIENCE)
-                return {"found": file}
+                return file, {}
             except errors.EntryNotFoundError:
                 continue
             except Exception as error:  # no answer, or one that says no
@@ -210,7 +211,7 @@ def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> di
         path = f"{folder}/{file}" if folder else file
         cached = hub.try_to_load_from_cache(repository, path, cache_dir=options.get("cache_dir"), revision=revision)
         if isinstance(cached, str) and not isinstance(trouble, errors.RepositoryNotFoundError):
-            return {"found": file, "local_files_only": True}
+            return file, {"local_files_only": True}
     raise Explained(refusal(repository, trouble, revision))
 
 
@@ -225,5 +226,5 @@ def _gguf_file(name: str, where: str, options: dict[str, Any]) -> Path:
 
     repository, file = "/".join(parts[:2]), "/".join(parts[2:])
     kept = {key: value for key, value in options.items() if key in SHARED[:5]}
-    kept |= ask_hub(repository, [file], kept)
-    return Path(huggingface_hub.hf_hub_download(repository, kept.pop("found"), **kept))
+    kept |= ask_hub(repository, [file], kept)[1]
+    return Path(huggingface_hub.hf_hub_download(repository, file, **kept))

@@ -65,7 +65,7 @@ def config_of(name: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         return shape, "shapes that rpg knows"
     try:
         if not here:
-            kept |= {key: value for key, value in ask_hub(name, ["config.json"], kept).items() if key != "found"}
+            kept |= ask_hub(name, ["config.json"], kept)[1]
         config = AutoConfig.from_pretrained(path if here else name, **kept)
         check_config(name, config)
     except Explained:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..console import first_line
 from ..kernels import linear_logp
-from ..kernels.interface import configs_of
+from ..kernels.custom_attention import configs_of
 from ..kernels.packed import Packing, pack, packed
 from . import BUILTIN, adapters
 from .architecture import head_alone, head_comes_apart, head_is_linear, restore_forward, why_not_packed

@@ -122,9 +122,7 @@ class GraphDecoder:
 
     def __init__(self, model: Any, linear: bool, slots: int, capture: bool, warn: Callable[[str], None]):
         self.model, self.linear, self.slots, self.capture, self.warn = model, linear, slots, capture, warn
-        self.longest_prompt = (
-            0  # that is to be expected: more would need new buffers and new graphs
-        )
+        self.longest_prompt = 0  # that is to be expected: more would need new buffers and new graphs
         self.buffers: Slots | None = None
         self.graphs: dict[tuple[int, float, float, int], torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
