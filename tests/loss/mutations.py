@@ -1,8 +1,8 @@
 """Mutants of the formulas, and a runner that asks the project's own tests to kill them. See test_mutations.py.
 
 ``python tests/loss/mutations.py objective`` prints one JSON line per mutant of src/rpg/loss/objective.py. A process
-that has imported torch, and never called backward, forks a child per mutant; the child swaps one node of one syntax tree,
-imports ``rpg`` from the trees and calls the test functions until one fails.
+that has imported torch, and never called backward, forks a child per mutant. The child swaps one node of one syntax
+tree, imports ``rpg`` from the trees and calls the test functions until one fails.
 """
 
 import ast
@@ -29,8 +29,10 @@ PACKAGE = TESTS.parents[1] / "src" / "rpg"
 ORACLES = {  # the tests that a module's mutants are shown, quick ones first
     "objective": ("mutation_oracles", "errors", "exact", "policy_loss"),
     "policy_loss": ("mutation_oracles", "errors", "exact", "mismatch", "clip", "policy_loss", "metrics"),
+    "terms": ("mutation_oracles", "errors", "exact", "clip", "policy_loss", "metrics"),
     "clip": ("mutation_oracles", "errors", "clip", "policy_loss", "metrics"),
     "mismatch": ("mutation_oracles", "errors", "exact", "mismatch"),
+    "methods": ("methods",),
 }
 CPU_LIMIT_S = 60  # a mutant may loop for ever: that is a failure too
 
@@ -138,7 +140,7 @@ def function_of(mutant):
 
 
 def of_module(module):
-    return mutants(ast.parse((PACKAGE / f"{module}.py").read_text()))
+    return mutants(ast.parse((PACKAGE / "loss" / f"{module}.py").read_text()))
 
 
 def describe(site, old, new, parents):

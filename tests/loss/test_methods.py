@@ -8,6 +8,7 @@ import torch
 
 import rpg
 from rpg import Advantage, PolicyLoss, clip
+from rpg.loss import registry
 
 RPG = [f"rpg-{style}{kind}" for style in ("", "reinforce-") for kind in ("fkl", "rkl", "ufkl", "urkl")]
 NAMES = [*RPG, "reinforce", "ppo", "grpo", "grpo-corrected", "dr-grpo", "dapo", "reinforce++", "reinforce++-baseline"]
@@ -124,6 +125,36 @@ def test_coefficients(name, seed):
     torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-13)
     assert (got[~b.mask] == 0).all()
     assert (got[b.mask] != 0).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_form_has_the_gradient_of_the_row(name):
+    for seed in range(3):
+        b = Batch(seed)
+        rows = b.mask.any(-1)
+        if name in OLD_ONLY:
+            b.ref = b.old
+        keep = {"keep": (torch.arange(7) % 3 > 0).expand_as(b.mask)} if name == "capo" else {}
+        want = gradient(rpg.algorithm(name).loss, *b.args(), ref_logp=None if name in OLD_ONLY else b.ref, **keep)
+        logp = b.logp[rows].requires_grad_()
+        gates = {key: value[rows] for key, value in keep.items()}
+        plain = registry.plain_form(name)(
+            logp, b.old[rows], b.ref[rows], b.a[rows, None], b.mask[rows].double(), **gates
+        )
+        torch.testing.assert_close(torch.autograd.grad(plain, logp)[0], want[rows], rtol=1e-9, atol=1e-14)
+
+
+def test_plain_forms_fit_on_a_glance_and_take_advantages_of_tokens():
+    b = Batch(3)
+    for name in NAMES:
+        row, plain = registry.sources(name)
+        assert row.startswith("def ")
+        assert 1 <= len(plain.split("\n\n")[-1].splitlines()) - 1 <= 7, name
+    a_NT = torch.randn(b.mask.shape, dtype=torch.float64)
+    want = gradient(rpg.algorithm("reinforce++").loss, b.logp, b.old, a_NT, b.mask)
+    logp = b.logp.clone().requires_grad_()
+    plain = registry.plain_form("reinforce++")(logp, b.old, b.ref, a_NT, b.mask.double())
+    torch.testing.assert_close(torch.autograd.grad(plain, logp)[0], want)
 
 
 @pytest.mark.parametrize("name", RPG)

@@ -1,6 +1,6 @@
 """Flipping a sign, dropping a weight or moving a limit anywhere in the formulas makes a test fail.
 
-Every mutant of the four modules that hold the mathematics must be killed by the tests named in mutations.ORACLES,
+Every mutant of the modules that hold the mathematics must be killed by the tests named in mutations.ORACLES,
 except those of EQUIVALENT, which change nothing that can be observed, each with its reason.
 """
 
@@ -33,22 +33,23 @@ EQUIVALENT = {
         f"vocabulary_kl: {REMOVED}, 0) -> {REMOVED}, -1)": "multiplied by a probability of 0",
     },
     "policy_loss": {
-        "PolicyLoss._kl: self.beta > 0 -> self.beta >= 0": "β = 0 multiplies the term that is then computed",
-        "PolicyLoss._kl: self.beta > 0 -> self.beta > -1": "β = 0 multiplies the term that is then computed",
-        "PolicyLoss.__call__: view.log_w.detach() -> view.log_w": NO_GRADIENT,
+        "PolicyLoss.has_kl: self.beta > 0 -> self.beta >= 0": "β = 0 multiplies the term that is then computed",
+        "PolicyLoss.has_kl: self.beta > 0 -> self.beta > -1": "β = 0 multiplies the term that is then computed",
+        "PolicyLoss._terms: log_w.detach() -> log_w": NO_GRADIENT,
         "PolicyLoss.__call__: old_mass != 1.0 -> old_mass != 0.0": "a mass of 1 multiplies",
-        "PolicyLoss._view: x.logp.detach() -> x.logp": NO_GRADIENT,
-        "PolicyLoss._branching: x.ratios.detach() -> x.ratios": NO_GRADIENT,
-        "PolicyLoss._omega: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
-        "PolicyLoss._omega: x.ratios.detach() -> x.ratios": NO_GRADIENT,
-        "PolicyLoss._omega_kl: x.ratios.detach() -> x.ratios": NO_GRADIENT,
+        "PolicyLoss._terms: x.logp.detach() -> x.logp": NO_GRADIENT,
         "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp": NO_GRADIENT,
         "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp (#2)": NO_GRADIENT,
-        "PolicyLoss._differentiable: regularised.detach() -> regularised": NO_GRADIENT,
         "_control_variate: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
         "_control_variate: int(group.max()) + 1 -> int(group.max()) + 2": "a further group without members",
         "_control_variate: others[1] > 1e-06 * sums[1].sum() -> others[1] >= 1e-06 * sums[1].sum()": NO_MASS,
         "_control_variate: others[1].clamp(min=1e-30) -> others[1].clamp(min=-1.0)": "torch.where drops the quotient",
+    },
+    "terms": {
+        "Terms.signed_advantage: self.ratios.detach() -> self.ratios": NO_GRADIENT,
+        "Terms.weight: self.ratios.w.detach() -> self.ratios.w": NO_GRADIENT,
+        "Terms.omega_kl: self.ratios.detach() -> self.ratios": NO_GRADIENT,
+        "Terms.differentiable: regularised.detach() -> regularised": NO_GRADIENT,
     },
     "clip": {
         "Clip.outside: w <= low_p -> w < low_p": "0 in every rule that cuts, and ratios are positive",
@@ -64,6 +65,23 @@ EQUIVALENT = {
         ),
     },
     "mismatch": {},
+    "methods": {
+        "dual_clip: A < 0 -> A <= 0": NO_MASS,
+        "rpg_clip: A_hat >= 0 -> A_hat > 0": NO_MASS,
+        "rpg_clip: w < high -> w <= high": NO_MASS,
+        "rpg_clip: w > low -> w >= low": NO_MASS,
+        "rpg_clip: w < c -> w <= c": NO_MASS,
+        "rpg_reinforce_fkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "rpg_reinforce_rkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "rpg_reinforce_ufkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "rpg_reinforce_urkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        "cpgd_plain: A >= 0 -> A > 0": NO_MASS,
+        "atr_grpo_plain: r > 1 -> r >= 1": NO_MASS,
+        "atr_grpo_plain: A >= 0 -> A > 0": NO_MASS,
+        "atr_grpo_plain: k3(r) > 0.05 -> k3(r) >= 0.05": NO_MASS,
+        "topr_plain: A > 0 -> A >= 0": NO_MASS,
+        "sapo_plain: A > 0 -> A >= 0": NO_MASS,
+    },
 }
 
 

@@ -20,7 +20,7 @@ def add_algorithms(commands: Any) -> None:
         help="the presets: what each method is made of",
         description="The presets, each a choice of divergence, estimator, clip, level, advantage and reduction.",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one of them: its formula, options and paper")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of them: formula, row, plain torch, options")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=run_algorithms)
 
@@ -32,8 +32,8 @@ def run_algorithms(args: argparse.Namespace) -> int:
     with one_line("", ValueError):
         chosen = [algorithm(name) for name in ([args.name] if args.name else algorithms())]
     if args.json:
-        found = [describe(a) for a in chosen]
-        print(json.dumps(found[0] if args.name else found, indent=1, ensure_ascii=False))
+        presets = [describe(a) for a in chosen]
+        print(json.dumps(presets[0] if args.name else presets, indent=1, ensure_ascii=False))
     elif args.name:
         _show_algorithm(chosen[0])
     else:
@@ -72,12 +72,18 @@ def _show_algorithm(a: Algorithm) -> None:
     from rich.text import Text
 
     from ..loss.describe import describe
+    from ..loss.registry import sources
 
     d = describe(a)
+    row, plain = sources(a.name)
     width = max(map(len, d["options"]))
     with printed() as to:
         to.print(Text(f"{a.name}  ({a.paper})", style="bold"))
         to.print(f"{a.formula}\n")
+        to.print(Text("its row: what runs", style="bold"))
+        to.print(f"{row}\n")
+        to.print(Text("the same in plain torch: its gradient is the row's, and a test says so", style="bold"))
+        to.print(f"{plain}\n")
         for key in ("divergence", "estimator", "clip", "level", "advantage", "reduction", "reference"):
             to.print(f"{key:<12} {d[key]}")
         to.print(Text(f'\nrpg.algorithm("{a.name}", option=…), where option is', style="bold"))

@@ -7,53 +7,50 @@ the same on- and off-policy.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .clip import Clip
 from .inputs import Inputs
-from .objective import Divergence, at_level, k3
-
-if TYPE_CHECKING:
-    from .policy_loss import PolicyLoss, View
+from .objective import at_level, k3
+from .terms import Terms
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 QUANTILE_SAMPLE = 16_384  # quantiles of more elements than this are taken over about as many, evenly spaced
 
 
 @torch.no_grad()
-def diagnose(
-    loss: PolicyLoss,
+def measure(
+    terms: Terms,
     x: Inputs,
-    view: View,
-    clip: Clip | None,
-    kl: Divergence | None,
+    level: str,
+    rho_level: str | None,
+    to_go_BT: Tensor | None,
     correction: Tensor | None,
     entropy_BT: Tensor | None,
 ) -> dict[str, Tensor]:
-    limit, logp, mask = loss.max_log_ratio, x.logp.detach(), x.mask
+    """``rho_level``: of the mismatch rule. ``to_go_BT``: the KL term's part of ω, where it is a reward-to-go."""
+    limit, logp, mask, clip = terms.ratios.limit, x.logp.detach(), x.mask, terms.clip
     out = {"tokens": x.length.sum(), "sequences": (x.length > 0).sum()}
 
     # the ratio π/μ at the loss's level
-    w, valid = view.ratios.w.detach(), view.valid
+    w, valid = terms.ratios.w.detach(), terms.valid
     out["ess"] = _effective(w, valid)  # effective sample size, as a fraction of the samples
     out |= {f"ratio/{name}": value for name, value in _quantiles(w, valid).items()}
     out["ratio/max"] = _max(w * valid)
-    out["bounded"] = _mean(view.log_w.detach().abs() > limit, valid)  # exponents held at ±max_log_ratio
+    out["bounded"] = _mean(terms.log_w.detach().abs() > limit, valid)  # exponents held at ±max_log_ratio
 
-    if loss.kl_to_go:  # its running products of ratios are exponents too
+    if to_go_BT is not None:  # its running products of ratios are exponents too
         out["bounded_to_go"] = _mean(x.log_ratio(logp, x.old).cumsum(-1).abs() > limit, mask)
 
     # KL per token, both directions: kl/x is KL(π‖x), kl/x_forward is KL(x‖π)
     log_w = (logp - x.old).clamp_(-limit, limit)
-    token_w = w if loss.level == "token" else log_w.exp()
+    token_w = w if level == "token" else log_w.exp()
     out["kl/old"] = _mean(token_w * k3(-log_w), mask)
     out["kl/old_forward"] = _mean(k3(log_w), mask)
     if x.ref is not None:
         log_u, log_v = logp - x.ref, x.ref - x.old
-        level_u, level_v = (at_level(part, mask, loss.level) for part in (log_u, log_v))
+        level_u, level_v = (at_level(part, mask, level) for part in (log_u, log_v))
         out["bounded_ref"] = _mean((level_u.abs() > limit) | (level_v.abs() > limit), valid)
         log_u, log_v = log_u.clamp_(-limit, limit), log_v.clamp_(-limit, limit)
         out["kl/ref"] = _mean(token_w * k3(-log_u), mask)
@@ -63,32 +60,29 @@ def diagnose(
         out["entropy"] = _mean(entropy_BT.detach().masked_fill(mask == 0, 0), mask)
 
     # what is cut, and what drives the gradient
-    effective = w
     if clip is not None:
-        branching = loss._branching(view, clip, kl)
-        below, above = clip.outside(w, branching)
-        dual = above & (branching < 0) if clip.action == "cut" else torch.zeros_like(above)
+        below, above = clip.outside(w, terms.signed_advantage)
+        dual = above & (terms.signed_advantage < 0) if clip.action == "cut" else torch.zeros_like(above)
         out["clip/low"], out["clip/dual"] = _mean(below, valid), _mean(dual, valid)
         out["clip/high"] = _mean(above & ~dual, valid)
         low, high = clip.bounds()
         out["clip/bound_low"] = w.new_tensor(low)
         if math.isfinite(high):  # no upper bound, no metric: infinity is no JSON
             out["clip/bound_high"] = w.new_tensor(high)
-        effective = clip.weight(w, branching)
-    if kl is not None or (loss.kl_to_go and loss._kl is not None):
-        reward = (effective * view.advantage).abs()
-        if kl is not None:
-            sizes = _mean(reward, valid), _mean(loss._omega_kl(view, clip, kl).expand_as(w).abs(), valid)
+    if terms.kl is not None or to_go_BT is not None:
+        reward = (terms.weight * terms.advantage).abs()
+        if to_go_BT is None:
+            sizes = _mean(reward, valid), _mean(terms.omega_kl().expand_as(w).abs(), valid)
         else:
             token_reward = reward if reward.dim() == 2 else reward.unsqueeze(-1).expand_as(mask)
-            sizes = _mean(token_reward, mask), _mean(loss._omega_to_go(x).abs(), mask)
+            sizes = _mean(token_reward, mask), _mean(to_go_BT.abs(), mask)
         out["kl/gradient_share"] = sizes[1] / (sizes[0] + sizes[1]).clamp(min=1e-30)
 
     if x.rollout is not None:  # the sampler's engine against the trainer's forward pass
         log_rho = x.log_ratio(x.old, x.rollout)
         out["mismatch/max_log_ratio"] = _max(log_rho.abs())
-        if loss.mismatch is not None:
-            exponent = at_level(log_rho, mask, loss.mismatch.level_for(loss.level))
+        if rho_level is not None:
+            exponent = at_level(log_rho, mask, rho_level)
             out["mismatch/bounded"] = _mean(exponent.abs() > limit, mask if exponent.dim() == 2 else x.length > 0)
         log_rho = log_rho.clamp_(-limit, limit)
         out["mismatch/kl"] = _mean(k3(log_rho), mask)  # KL(sampler‖old)

@@ -1,6 +1,6 @@
 """PolicyLoss: divergence × estimator × clip × level × reduction -> a loss and its diagnostics.
 
-Read ``PolicyLoss._omega`` for what multiplies ∇log π, ``_differentiable`` for the same as an expression for autograd.
+What multiplies ∇log π is in ``terms.py``; the divergences are in ``objective.py``, the clips in ``clip.py``.
 """
 
 from __future__ import annotations
@@ -15,22 +15,13 @@ from torch import Tensor
 from ..console import choose, one_of
 from .clip import Clip
 from .inputs import Inputs, check_batch, check_shape
-from .metrics import diagnose
+from .metrics import measure
 from .mismatch import Mismatch, SequenceMask
-from .objective import DIVERGENCES, LEVELS, Divergence, Ratios, at_level, bounded, kl_to_go_weight
+from .objective import DIVERGENCES, LEVELS, Ratios, at_level, bounded, kl_to_go_weight
+from .terms import Terms
 
 ESTIMATORS = ("differentiable", "reinforce")
 REDUCTIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "none")
-
-
-@dataclass(frozen=True)
-class View:
-    """A batch as the level sees it: [B,T] at token level, [B] at sequence levels."""
-
-    ratios: Ratios
-    log_w: Tensor  # before it was bounded
-    advantage: Tensor  # broadcastable to the ratios
-    valid: Tensor  # 1.0 where there is a sample, else 0.0
 
 
 @dataclass(frozen=True)
@@ -132,8 +123,9 @@ class PolicyLoss:
         return self.divergence != "none" and self.beta > 0
 
     @property
-    def _kl(self) -> Divergence | None:
-        return DIVERGENCES[self.divergence] if self.has_kl else None
+    def kl_inside(self) -> bool:
+        """Whether the KL term is inside the clip: ``kl_in_clip``, or where that is None, as published."""
+        return self._can_hold_kl if self.kl_in_clip is None else self.kl_in_clip
 
     @property
     def _can_hold_kl(self) -> bool:
@@ -144,9 +136,17 @@ class PolicyLoss:
         return row.exact and (self.estimator == "reinforce" or row.per_ratio is not None or self.clip.whole_sample)
 
     @property
-    def kl_inside(self) -> bool:
-        """Whether the KL term is inside the clip: ``kl_in_clip``, or where that is None, as published."""
-        return self._can_hold_kl if self.kl_in_clip is None else self.kl_in_clip
+    def kl_place(self) -> str:
+        """Where the KL term stands: one of ``terms.KL_PLACES``. The one place where that is decided."""
+        if not self.has_kl:
+            return "none"
+        if self.clip is None or not self.kl_inside:
+            return "outside"
+        if self.clip.action == "truncate":
+            return "in the weight"
+        if self.estimator == "reinforce" or self.clip.whole_sample:
+            return "whole sample"
+        return "in the advantage"
 
     def replace(self, **changes: object) -> PolicyLoss:
         """A copy with some choices changed."""
@@ -224,48 +224,29 @@ class PolicyLoss:
         score_sq: |∇log π|² per element, or a proxy, for the control variate; None: taken as constant.
         """
         x = check_batch(self.level, logp, old_logp, advantages, mask, ref_logp, rollout_logp)
-        for name in self.needs:
-            if {"ref_logp": ref_logp, "keep": keep}[name] is None and (name != "ref_logp" or self._kl is not None):
-                raise ValueError(f"{name} is needed: this method is another one without it ({_WHY_NEEDED[name]})")
-        if exact_kl is not None:
-            self._check_exact_kl(exact_kl, x.logp)
-        if keep is not None and self.control_variate:
-            raise ValueError("keep and control_variate do not go together: on kept tokens alone its mean is not zero")
-        per_sample = [*x.logp.shape] if self.level == "token" else [*x.length.shape]
-        check_shape("exact_kl", exact_kl, [*x.logp.shape])
-        check_shape("entropy", entropy, [*x.logp.shape])
-        check_shape("keep", keep, per_sample)
-        check_shape("groups", groups, [*x.length.shape])
-        check_shape("score_sq", score_sq, per_sample)
-        if not old_mass > 0:
-            raise ValueError(f"old_mass must be positive; got {old_mass}")
-        if self.mismatch is not None and x.rollout is None and not isinstance(self.mismatch, SequenceMask):
-            raise ValueError(f"mismatch={self.mismatch} needs rollout_logp, the sampler's own log-probabilities")
-        if denominator is None and not x.tokens:
-            raise ValueError("mask selects no token: nothing to learn from (drop this batch before the loss)")
-
-        view = self._view(x)
-        clip = None if self.clip is None else self.clip.fit(view.log_w.detach(), view.valid)
-        sampled_kl = self._kl if exact_kl is None and not self.kl_to_go else None
+        self._check_call(x, denominator, old_mass, exact_kl, entropy, keep, groups, score_sq)
+        terms = self._terms(x, apart=exact_kl is not None or self.kl_to_go)
         if self.estimator == "reinforce":
             with torch.no_grad():
-                omega = self._omega(view, clip, sampled_kl)
+                omega = terms.omega()
                 if self.control_variate:
-                    omega = omega - _control_variate(view, omega, groups, score_sq) * view.ratios.w
-                omega = (omega * view.valid).neg_()
-            loss = omega * view.ratios.logp
+                    omega = omega - _control_variate(terms, omega, groups, score_sq) * terms.ratios.w
+                omega = (omega * terms.valid).neg_()
+            loss = omega * terms.ratios.logp
         else:
-            loss = self._differentiable(view, clip, sampled_kl)
+            loss = terms.differentiable()
             if self.control_variate:
                 with torch.no_grad():
-                    c = _control_variate(view, self._omega(view, clip, sampled_kl), groups, score_sq)
-                loss = loss + c * view.ratios.w
-            loss = loss * view.valid
+                    c = _control_variate(terms, terms.omega(), groups, score_sq)
+                loss = loss + c * terms.ratios.w
+            loss = loss * terms.valid
 
-        if self._kl is not None and exact_kl is not None:
+        to_go_BT = None
+        if self.has_kl and exact_kl is not None:
             loss = loss + self.beta * exact_kl.to(loss.dtype).masked_fill(x.mask == 0, 0)
-        elif self._kl is not None and self.kl_to_go:
-            kl_BT = self._omega_to_go(x) * x.logp
+        elif self.has_kl and self.kl_to_go:
+            to_go_BT = self._omega_to_go(x)
+            kl_BT = to_go_BT * x.logp
             loss = loss - (kl_BT if self.level == "token" else kl_BT.sum(-1))
 
         if keep is not None:
@@ -275,16 +256,56 @@ class PolicyLoss:
             loss = loss * (correction.unsqueeze(-1) if correction.dim() < loss.dim() else correction)
         if old_mass != 1.0:
             loss = loss * old_mass
-        loss = self._reduce(loss, x.length, denominator)
-        return LossOutput(loss, lambda: diagnose(self, x, view, clip, sampled_kl, correction, entropy))
+        loss = self.reduce(loss, x.length, denominator)
+        rho_level = None if self.mismatch is None else self.mismatch.level_for(self.level)
+        return LossOutput(loss, lambda: measure(terms, x, self.level, rho_level, to_go_BT, correction, entropy))
 
-    def _view(self, x: Inputs) -> View:
-        limit, level = self.max_log_ratio, self.level
+    def _check_call(
+        self,
+        x: Inputs,
+        denominator: Tensor | float | None,
+        old_mass: float,
+        exact_kl: Tensor | None,
+        entropy: Tensor | None,
+        keep: Tensor | None,
+        groups: Tensor | None,
+        score_sq: Tensor | None,
+    ) -> None:
+        if "ref_logp" in self.needs and x.ref is None and self.has_kl:
+            raise ValueError(f"ref_logp is needed: this method is another one without it ({_WHY_NEEDED['ref_logp']})")
+        if "keep" in self.needs and keep is None:
+            raise ValueError(f"keep is needed: this method is another one without it ({_WHY_NEEDED['keep']})")
+        if exact_kl is not None:
+            if self.level != "token":
+                raise ValueError("exact_kl is a per-state term: it needs level='token'")
+            if not self.has_kl or self.kl_to_go or self.kl_in_clip:
+                raise ValueError("exact_kl needs a divergence with beta > 0, without kl_to_go and kl_in_clip=True")
+            if x.logp.requires_grad and not exact_kl.requires_grad:
+                raise ValueError("exact_kl must carry a gradient: compute it from the current policy's logits")
+        if keep is not None and self.control_variate:
+            raise ValueError("keep and control_variate do not go together: on kept tokens alone its mean is not zero")
+        tokens, responses = [*x.logp.shape], [*x.length.shape]
+        samples = tokens if self.level == "token" else responses
+        check_shape("exact_kl", exact_kl, tokens)
+        check_shape("entropy", entropy, tokens)
+        check_shape("keep", keep, samples)
+        check_shape("groups", groups, responses)
+        check_shape("score_sq", score_sq, samples)
+        if not old_mass > 0:
+            raise ValueError(f"old_mass must be positive; got {old_mass}")
+        if self.mismatch is not None and x.rollout is None and not isinstance(self.mismatch, SequenceMask):
+            raise ValueError(f"mismatch={self.mismatch} needs rollout_logp, the sampler's own log-probabilities")
+        if denominator is None and not x.tokens:
+            raise ValueError("mask selects no token: nothing to learn from (drop this batch before the loss)")
+
+    def _terms(self, x: Inputs, apart: bool) -> Terms:
+        """The batch at the loss's level. ``apart``: the KL term is added by itself, not sampled."""
+        limit, level, ref = self.max_log_ratio, self.level, x.ref
         moving = x.logp.detach() if self.estimator == "reinforce" else x.logp
         log_w = at_level(moving - x.old, x.mask, level)
-        log_u = log_w if x.ref is None else at_level(moving - x.ref, x.mask, level)
-        ref = x.ref
-        return View(
+        log_u = log_w if ref is None else at_level(moving - ref, x.mask, level)
+        valid = x.mask if level == "token" else (x.length > 0).to(x.mask.dtype)
+        return Terms(
             ratios=Ratios(
                 w=bounded(log_w, limit).exp(),
                 log_u=log_u,
@@ -294,69 +315,18 @@ class PolicyLoss:
             ),
             log_w=log_w,
             advantage=x.advantages if x.advantages.dim() == log_w.dim() else x.advantages.unsqueeze(-1),
-            valid=x.mask if level == "token" else (x.length > 0).to(x.mask.dtype),
+            valid=valid,
+            clip=None if self.clip is None else self.clip.fit(log_w.detach(), valid),
+            kl=DIVERGENCES[self.divergence] if self.has_kl and not apart else None,
+            kl_place="none" if apart else self.kl_place,
+            beta=self.beta,
+            kl_ratio_cap=self.kl_ratio_cap,
         )
-
-    def _branching(self, x: View, clip: Clip, kl: Divergence | None) -> Tensor:
-        """The advantage whose sign the clip reads: ω/w where the KL term is inside a cut, else the plain one."""
-        if kl is None or not self.kl_inside or clip.action == "truncate":
-            return x.advantage
-        r = x.ratios.detach()
-        per_ratio = kl.weight(r) / r.w if kl.per_ratio is None else kl.per_ratio(r)
-        return torch.add(x.advantage, per_ratio, alpha=self.beta)
-
-    def _omega(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
-        """ω, what multiplies ∇log π in ascent. No gradients."""
-        w, a = x.ratios.w.detach(), x.advantage
-        if clip is None:
-            return w * a if kl is None else w * a + self.beta * kl.weight(x.ratios.detach())
-        branching = self._branching(x, clip, kl)
-        if branching is not a and not self._flows_through_advantage(clip):
-            return clip.weight(w, branching) * branching  # RPG Algorithm 2: ω = w·A_reg, cut on the sign of A_reg
-        return clip.weight(w, branching) * a + (0 if kl is None else self._omega_kl(x, clip, kl))
-
-    def _omega_kl(self, x: View, clip: Clip | None, kl: Divergence) -> Tensor:
-        """The KL term's part of ω."""
-        r = x.ratios.detach()
-        if clip is None or not self.kl_inside:
-            return self.beta * kl.weight(
-                r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
-            )
-        if clip.action == "truncate":  # ω with clip(w) in place of w
-            return self.beta * kl.weight(replace(r, w=clip.clamp(r.w, x.advantage)))
-        branching = self._branching(x, clip, kl)
-        omega = self.beta * kl.weight(r) * clip.keep(r.w, branching)
-        return omega - self.beta * clip.surrogate(r.w, branching) if self._flows_through_advantage(clip) else omega
-
-    def _flows_through_advantage(self, clip: Clip) -> bool:
-        """RPG Algorithm 1: Â = A − β·log u is differentiated too, which adds −β·clip(w) to ω."""
-        return self.kl_inside and self.estimator == "differentiable" and not clip.whole_sample
-
-    def _differentiable(self, x: View, clip: Clip | None, kl: Divergence | None) -> Tensor:
-        """The loss as an expression in w, log u and log π, for autograd."""
-        r, a = x.ratios, x.advantage
-        if kl is None or clip is None or not self.kl_inside:
-            loss = -(r.w if clip is None else clip.surrogate(r.w, a)) * a
-            return loss if kl is None else loss + self.beta * kl.value(r)
-        if clip.whole_sample:
-            loss = -r.w * a + self.beta * kl.value(r)
-            return torch.where(clip.keep(r.w, self._branching(x, clip, kl)), loss, loss.detach())
-        assert kl.per_ratio is not None  # RPG Algorithm 1: max/min of ±w·Â, the gradient flowing through Â too
-        regularised = a + self.beta * kl.per_ratio(r)
-        return -clip.surrogate(r.w, regularised.detach()) * regularised
 
     def _omega_to_go(self, x: Inputs) -> Tensor:
         log_w_BT = x.log_ratio(x.logp.detach(), x.old)
         log_u_BT = log_w_BT if x.ref is None else x.log_ratio(x.logp.detach(), x.ref)
         return self.beta * kl_to_go_weight(log_w_BT, log_u_BT, self.divergence, self.max_log_ratio) * x.mask
-
-    def _check_exact_kl(self, exact_kl: Tensor, logp: Tensor) -> None:
-        if self.level != "token":
-            raise ValueError("exact_kl is a per-state term: it needs level='token'")
-        if self._kl is None or self.kl_to_go or self.kl_in_clip:
-            raise ValueError("exact_kl needs a divergence with beta > 0, without kl_to_go and kl_in_clip=True")
-        if logp.requires_grad and not exact_kl.requires_grad:
-            raise ValueError("exact_kl must carry a gradient: compute it from the current policy's logits")
 
     @torch.no_grad()
     def _correction(self, x: Inputs) -> Tensor | None:
@@ -369,7 +339,8 @@ class PolicyLoss:
         assert x.rollout is not None
         return self.mismatch(x.log_ratio(x.old, x.rollout), x.mask, self.level, self.max_log_ratio)
 
-    def _reduce(self, loss: Tensor, length_B: Tensor, denominator: Tensor | float | None) -> Tensor:
+    def reduce(self, loss: Tensor, length_B: Tensor, denominator: Tensor | float | None) -> Tensor:
+        """A loss of every token, or of every response, to one number."""
         if self.reduction == "none":
             return loss
         if denominator is None:
@@ -385,7 +356,7 @@ class PolicyLoss:
         return loss.sum() / denominator
 
 
-def _control_variate(x: View, weight: Tensor, groups: Tensor | None, score_sq: Tensor | None) -> Tensor:
+def _control_variate(x: Terms, weight: Tensor, groups: Tensor | None, score_sq: Tensor | None) -> Tensor:
     """c* = E[w·ω·|s|²] / E[w²·|s|²], for each sequence from the sequences outside its own group. [B,1] or [B]."""
     w = x.ratios.w.detach()
     n = x.valid if score_sq is None else score_sq.masked_fill(x.valid == 0, 0)

@@ -193,7 +193,7 @@ def _weighted(rule: PolicyLoss, weights_BT: Tensor | None, *, denominator: float
                 f"level={rule.level} has one loss a response: set algorithm.rollout_correction.rollout_is=sequence"
             )
         weighted = out.loss * weight_B.detach().to(out.loss.dtype)
-    return LossOutput(rule._reduce(weighted, mask_BT.sum(-1), denominator), out._diagnose)
+    return LossOutput(rule.reduce(weighted, mask_BT.sum(-1), denominator), out._diagnose)
 
 
 def _one_each(chosen: Settings, advantages: Tensor, mask_BT: Tensor) -> Tensor:

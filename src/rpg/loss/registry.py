@@ -1,0 +1,174 @@
+"""What a method is: ``Algorithm`` as published, ``Method`` as one run has it. Presets by name; methods.py has the rows.
+
+"old" is the sampling policy; ``reference`` says which policy anchors the KL term: "old" (updated every iteration, no
+second model is held) or "initial" (the model training began from).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+
+from torch import Tensor
+
+from ..console import choose
+from .advantages import Advantage
+from .policy_loss import PolicyLoss
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A loss, the advantage it was published with, and what the training loop must do around them."""
+
+    name: str
+    loss: PolicyLoss
+    advantage: Advantage
+    paper: str = ""
+    formula: str = ""
+    reference: str = "old"
+    dynamic_sampling: bool = False  # groups whose rewards are all equal are dropped and sampled again
+    overlong_penalty: bool = False  # advantages.soft_overlong_penalty is added to the reward
+    curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
+
+    @property
+    def has_kl(self) -> bool:
+        """In the loss, or in the reward."""
+        return self.loss.has_kl or self.advantage.beta > 0
+
+    def resolve(self, dynamic: bool | None = None, overlong: bool | None = None, update: str = "auto") -> Method:
+        """With a run's own choices; None and "auto" are as published. Without a KL there is nothing to anchor: old."""
+        anchor = {"old": "old", "initial": "frozen"}[self.reference] if update == "auto" else update
+        return Method(
+            name=self.name,
+            loss=self.loss,
+            advantage=self.advantage,
+            dynamic=self.dynamic_sampling if dynamic is None else dynamic,
+            overlong=self.overlong_penalty if overlong is None else overlong,
+            anchor=anchor if self.has_kl else "old",
+            curvature_gate=self.curvature_gate,
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm as one run has it. What is decided here is read everywhere, and decided nowhere else."""
+
+    name: str
+    loss: PolicyLoss
+    advantage: Advantage
+    dynamic: bool  # groups whose rewards are all equal are dropped and sampled again
+    overlong: bool  # advantages.soft_overlong_penalty is added to the reward
+    anchor: str  # of the KL: old (no second model is held), or a copy: every, kl, ema, frozen (loss/anchor.py)
+    curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
+
+    @property
+    def has_kl(self) -> bool:
+        """In the loss, or in the reward."""
+        return self.loss.has_kl or self.advantage.beta > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it is another method without the log-probabilities of a reference."""
+        return "ref_logp" in self.loss.needs or self.advantage.beta > 0
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether each prompt needs its most probable response too."""
+        return self.advantage.kind == "greedy-baseline"
+
+
+_PRESETS: dict[str, Callable[[], Algorithm]] = {}
+_ROWS: dict[str, Callable[[], Algorithm]] = {}
+_PLAIN: dict[str, Callable[..., Tensor]] = {}
+
+
+def preset(name: str, paper: str) -> Callable[[Callable[[], Algorithm]], Callable[[], Algorithm]]:
+    """Register a method's row: a function whose docstring is the method's formula."""
+
+    def register(make: Callable[[], Algorithm]) -> Callable[[], Algorithm]:
+        formula = " ".join((make.__doc__ or "").split())
+        _PRESETS[name] = lambda: replace(make(), name=name, paper=paper, formula=formula)
+        _ROWS[name] = make
+        return make
+
+    return register
+
+
+def plain(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register a method's plain form: plain torch, the same gradient as the row's."""
+
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        _PLAIN[name] = function
+        return function
+
+    return register
+
+
+def row(loss: PolicyLoss, advantage: Advantage, **around: object) -> Algorithm:
+    """An algorithm that ``preset`` gives its name, paper and formula."""
+    return Algorithm("", loss, advantage, **around)  # type: ignore[arg-type]
+
+
+def plain_form(name: str) -> Callable[..., Tensor]:
+    """A preset's loss in plain torch: f(logp, old, ref, A, mask), [B,T] each, A [B,1] or [B,T]."""
+    return _PLAIN[name]
+
+
+def sources(name: str) -> tuple[str, str]:
+    """A preset's row, and its plain form after the small functions that it calls, as they are written."""
+    plain_function = _PLAIN[name]
+    helpers = [plain_function.__globals__[called] for called in sorted(_names(plain_function))]
+    row_text, *plain_texts = (_source(f) for f in (_ROWS[name], *helpers, plain_function))
+    return row_text, "\n\n".join(plain_texts)
+
+
+def _names(function: Callable[..., Tensor]) -> set[str]:
+    """Of the functions that a plain form calls, directly or through one another."""
+    called = {n for n in function.__code__.co_names if inspect.isfunction(function.__globals__.get(n))}
+    return called.union(*(_names(function.__globals__[n]) for n in called))
+
+
+def _source(function: Callable[..., object]) -> str:
+    text = inspect.getsource(function)
+    return text[text.index("def ") :].rstrip()
+
+
+def algorithms() -> list[str]:
+    """The names of all presets."""
+    return list(_PRESETS)
+
+
+def algorithm(name: str, **overrides: object) -> Algorithm:
+    """A preset by name. Keywords override its loss (``beta=…``), its clip (``high=…``) or the algorithm itself
+    (``advantage=Advantage(…)`` or ``advantage="leave-one-out"``)."""
+    if name not in _PRESETS:
+        raise ValueError(choose("algorithm", str(name), _PRESETS))
+    made = _PRESETS[name]()
+    if isinstance(overrides.get("advantage"), str):
+        overrides["advantage"] = Advantage(str(overrides["advantage"]))
+    own = {f.name for f in fields(Algorithm)} - {"name", "paper", "formula"}
+    of_loss = {f.name for f in fields(PolicyLoss)}
+    given = overrides.get("loss", made.loss)
+    rule = overrides.get("clip", given.clip if isinstance(given, PolicyLoss) else None)
+    of_clip = {f.name for f in fields(rule)} if is_dataclass(rule) else set()
+    for key in overrides:
+        if key not in own | of_loss | of_clip:
+            raise ValueError(choose(f"option of {name!r}", key, own | of_loss | of_clip))
+    made = replace(made, **{k: v for k, v in overrides.items() if k in own})  # type: ignore[arg-type]
+    changes = {k: v for k, v in overrides.items() if k in of_loss}
+    if "beta" in changes and changes.get("divergence", made.loss.divergence) == "none":
+        if made.advantage.kind == "reward-to-go":  # its KL is in the reward
+            made = replace(made, advantage=made.advantage.replace(beta=changes.pop("beta")))
+        elif changes["beta"]:
+            raise ValueError(f"beta has no effect on {name!r}, which has no KL term; give divergence='urkl' too")
+    if changes.get("divergence", "none") != "none" and not changes.get("beta", made.loss.beta):
+        raise ValueError(f"divergence={changes['divergence']!r} needs a beta: {name!r} has none of its own")
+    if changes.get("reduction", "constant") != "constant":
+        changes.setdefault("constant", None)
+    inner = {k: v for k, v in overrides.items() if k in of_clip - of_loss}
+    if inner:
+        changes["clip"] = replace(rule, **inner)  # type: ignore[type-var]
+    loss = made.loss.replace(**changes)
+    formula = made.formula if loss == made.loss else f"{made.formula} Changed: {', '.join(overrides)}."
+    return replace(made, formula=formula, loss=loss)

@@ -1,0 +1,100 @@
+"""What multiplies ∇log π, sample by sample: the reward term, the KL term, and where the clip meets them.
+
+The KL term stands in one of five places (``PolicyLoss.kl_place`` decides which). With w = π/old, A the advantage and
+ω_KL the divergence's weight from ``objective.py``, ascent is along ω·∇log π, where ω is
+
+=============  ================================  =========================================================
+none           clip(w)·A                         there is no KL term, or it is added apart (exact, to go)
+outside        clip(w)·A + β·ω_KL                the clip cuts the reward term alone
+in the weight  w̄·A + β·ω_KL(w̄), w̄ = clip(w)    a clip that truncates: the KL term sees the truncated ratio
+whole sample   w·Â where Â's sign allows, else 0  Â = ω/w: reward and KL are cut together (RPG, Algorithm 2)
+in the         the same − β·clip(w)              −clip(w)·Â to the letter of RPG's Algorithm 1, which also
+advantage                                        differentiates through Â
+=============  ================================  =========================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .clip import Clip
+from .objective import Divergence, Ratios
+
+KL_PLACES = ("none", "outside", "in the weight", "whole sample", "in the advantage")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A batch as the level sees it, [B,T] at token level, [B] at sequence levels, and the rules that apply to it."""
+
+    ratios: Ratios
+    log_w: Tensor  # before it was bounded
+    advantage: Tensor  # broadcastable to the ratios
+    valid: Tensor  # 1.0 where there is a sample, else 0.0
+    clip: Clip | None
+    kl: Divergence | None
+    kl_place: str
+    beta: float
+    kl_ratio_cap: float | None = None
+
+    @cached_property
+    def signed_advantage(self) -> Tensor:
+        """The advantage whose sign the clip reads: Â = ω/w where the KL is cut with the reward, else A."""
+        if self.kl is None or self.kl_place not in ("whole sample", "in the advantage"):
+            return self.advantage
+        r = self.ratios.detach()
+        per_ratio = self.kl.weight(r) / r.w if self.kl.per_ratio is None else self.kl.per_ratio(r)
+        return torch.add(self.advantage, per_ratio, alpha=self.beta)
+
+    @property
+    def weight(self) -> Tensor:
+        """What is left of w: it multiplies the advantage in ω."""
+        w = self.ratios.w.detach()
+        return w if self.clip is None else self.clip.weight(w, self.signed_advantage)
+
+    def omega(self) -> Tensor:
+        """ω, what multiplies ∇log π in ascent. No gradients."""
+        match self.kl_place:
+            case "none":
+                return self.weight * self.advantage
+            case "whole sample":
+                return self.weight * self.signed_advantage
+            case _:
+                return self.weight * self.advantage + self.omega_kl()
+
+    def omega_kl(self) -> Tensor:
+        """The KL term's part of ω."""
+        assert self.kl is not None
+        r = self.ratios.detach()
+        match self.kl_place, self.clip:
+            case "outside", _:
+                capped = r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
+                return self.beta * self.kl.weight(capped)
+            case "in the weight", Clip() as clip:
+                return self.beta * self.kl.weight(replace(r, w=clip.clamp(r.w, self.advantage)))
+            case "whole sample", Clip() as clip:
+                return self.beta * self.kl.weight(r) * clip.keep(r.w, self.signed_advantage)
+            case "in the advantage", Clip() as clip:
+                kept = self.beta * self.kl.weight(r) * clip.keep(r.w, self.signed_advantage)
+                return kept - self.beta * clip.surrogate(r.w, self.signed_advantage)
+        raise AssertionError(self.kl_place)
+
+    def differentiable(self) -> Tensor:
+        """The loss as an expression in w, log u and log π for autograd: its gradient is −ω."""
+        r, a = self.ratios, self.advantage
+        match self.kl_place, self.clip:
+            case "whole sample", Clip() as clip:
+                assert self.kl is not None
+                loss = -r.w * a + self.beta * self.kl.value(r)
+                return torch.where(clip.keep(r.w, self.signed_advantage), loss, loss.detach())
+            case "in the advantage", Clip() as clip:
+                assert self.kl is not None
+                assert self.kl.per_ratio is not None
+                regularised = a + self.beta * self.kl.per_ratio(r)
+                return -clip.surrogate(r.w, regularised.detach()) * regularised
+        loss = -(r.w if self.clip is None else self.clip.surrogate(r.w, a)) * a
+        return loss if self.kl is None else loss + self.beta * self.kl.value(r)
