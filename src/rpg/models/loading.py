@@ -35,13 +35,13 @@ def load(
 
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what fails is said once, not at each retry
-    given = {"trust_remote_code": False, **(options or {})}  # False: else transformers asks at the terminal
+    options = {"trust_remote_code": False, **(options or {})}  # False: else transformers asks at the terminal
     for option, setting in OURS.items():
-        if option in given:
+        if option in options:
             raise ValueError(f"model_options.{option}: give --{setting} instead")
     where = str(BUILTIN) if name == "builtin" else str(Path(name).expanduser()) if name.startswith("~") else name
     try:
-        model, tokenizer = _load(name, where, dtype, given)
+        model, tokenizer = _load(name, where, dtype, options)
     except (Explained, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds

@@ -193,7 +193,7 @@ class Policy:
 
         The response of row b begins at ids_BL[b, start_B[b]]; mask_BT is true on its tokens. Rows with the same number
         in prompt_B have the same prompt, which is then computed once. With ``recompute`` the backward pass computes
-        each layer anew from its input, which is all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
+        each layer again from its input, all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
         """
         flat = ids_BL.flatten()
         within: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -239,7 +239,7 @@ class Policy:
 
     @contextmanager
     def _recomputing(self, within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Activation checkpointing of decoder layers, which are computed anew ``within`` what they were computed in.
+        """Activation checkpointing of decoder layers, which are computed again ``within`` what they were computed in.
 
         transformers' own is for models in training mode, and would turn dropout on.
         """

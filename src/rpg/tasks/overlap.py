@@ -53,7 +53,7 @@ def bare(prompt: str) -> str:
     return WRAPPERS.sub(" ", prompt) if any(hint in low for hint in HINTS) else prompt
 
 
-def words(prompt: str) -> list[str]:
+def word_list(prompt: str) -> list[str]:
     """What makes a problem this problem."""
     text = FRACTION.sub(r" frac \1 \2 ", LAYOUT.sub(" ", bare(prompt)))
     return WORD.findall(text.lower())
@@ -77,7 +77,7 @@ class Pair:
 
     @property
     def same_answer(self) -> bool:
-        return words(self.problem.answer) == words(self.other.answer)
+        return word_list(self.problem.answer) == word_list(self.other.answer)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Index:
         return Overlap(tuple(pairs), len(test))
 
     def _text(self, problem: Problem) -> Text:
-        return tuple(self._numbers.setdefault(word, len(self._numbers)) for word in words(problem.prompt))
+        return tuple(self._numbers.setdefault(word, len(self._numbers)) for word in word_list(problem.prompt))
 
     def _find(self, text: Text, keys: Sequence[bytes]) -> tuple[int, bool] | None:
         """(place of the most similar problem, whether it is the same)"""

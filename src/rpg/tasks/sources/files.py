@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...console import describe
-from ..overlap import words
+from ..overlap import word_list
 from ..task import Problem
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -93,7 +93,7 @@ def split(problems: Sequence[Problem], test_share: float = 0.1) -> tuple[list[Pr
 
 def _place(prompt: str) -> float:
     """In [0, 1), the same for what overlap.py calls the same problem."""
-    text = " ".join(words(prompt) or prompt.split()).encode("utf-8", "surrogatepass")
+    text = " ".join(word_list(prompt) or prompt.split()).encode("utf-8", "surrogatepass")
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 11) / 2**53
 
 
