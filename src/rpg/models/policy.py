@@ -107,6 +107,8 @@ class Policy:
         """Those that are trained, by name."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
+    # ---- prompts and texts -------------------------------------------------------------------------------------------
+
     def encode(
         self,
         prompt: str,
@@ -175,6 +177,8 @@ class Policy:
     @cached_property
     def _unread(self) -> set[int | None]:
         return {*self._model_ends(), self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
+
+    # ---- log-probabilities -------------------------------------------------------------------------------------------
 
     def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
         """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
