@@ -2,10 +2,11 @@
 
     python benchmarks/loss_overhead.py [--device cuda] [--rows 512] [--tokens 1024] [--repeats 30]
 
-The hand-written expression is what a practitioner would put into a trainer for this one method: no checks, no care for
-NaN, no bounds, no other options. Both are timed in alternation and compared as the median of paired ratios, so that the
-machine's noise falls on both. "+ metrics" adds reading all diagnostics, as a trainer does once a minibatch; "TRL" is
-GRPOTrainer._compute_loss itself, of the TRL installed (pip install 'rpg-rl[audit]'), with the metrics that it logs.
+"by hand" is the method's plain form (rpg.loss.methods), what a practitioner would put into a trainer for this one
+method: no checks, no care for NaN, no bounds, no other options. Both are timed in alternation and compared as the
+median of paired ratios, so that the machine's noise falls on both. "+ metrics" adds reading all diagnostics, as a
+trainer does once a minibatch; "TRL" is GRPOTrainer._compute_loss itself, of the TRL installed (pip install
+'rpg-rl[audit]'), with the metrics that it logs.
 """
 
 from __future__ import annotations
@@ -22,49 +23,9 @@ import torch
 from torch import Tensor
 
 import rpg
+from rpg.loss.registry import plain_form
 
-BETA = 1e-2
-
-
-def hand_reinforce_urkl(logp: Tensor, old: Tensor, a: Tensor, mask: Tensor, ref: Tensor) -> Tensor:
-    """RPG-REINFORCE-URKL with RPG-Style Clip, ref ≠ old."""
-    with torch.no_grad():
-        w = (logp - old).exp()
-        a_reg = a.unsqueeze(-1) - BETA * (logp - ref)
-        keep = torch.where(a_reg >= 0, w < 1.28, (w > 0.8) & (w < 10.0))
-        weight = w * a_reg * keep * mask
-    return -(weight * logp).sum() / mask.sum()
-
-
-def hand_urkl(logp: Tensor, old: Tensor, a: Tensor, mask: Tensor, ref: Tensor) -> Tensor:
-    """RPG-URKL with dual clip (Algorithm 1)."""
-    w = (logp - old).exp()
-    a_reg = a.unsqueeze(-1) - BETA * (logp - ref)
-    clipped = torch.max(-w * a_reg, -w.clamp(0.8, 1.28) * a_reg)
-    loss = torch.where(a_reg < 0, torch.min(clipped, -10.0 * a_reg), clipped)
-    return (loss * mask).sum() / mask.sum()
-
-
-def hand_grpo(logp: Tensor, old: Tensor, a: Tensor, mask: Tensor, ref: Tensor) -> Tensor:
-    """GRPO as published: PPO clip, unweighted k3, 1/|y|."""
-    w, a = (logp - old).exp(), a.unsqueeze(-1)
-    kl = (ref - logp).exp() - (ref - logp) - 1
-    loss = -torch.min(w * a, w.clamp(0.8, 1.2) * a) + BETA * kl
-    return ((loss * mask).sum(-1) / mask.sum(-1)).mean()
-
-
-def hand_dapo(logp: Tensor, old: Tensor, a: Tensor, mask: Tensor, ref: Tensor) -> Tensor:
-    """DAPO: PPO clip-higher, token mean."""
-    w, a = (logp - old).exp(), a.unsqueeze(-1)
-    return -(torch.min(w * a, w.clamp(0.8, 1.28) * a) * mask).sum() / mask.sum()
-
-
-CASES: dict[str, Callable[..., Tensor]] = {
-    "rpg-reinforce-urkl": hand_reinforce_urkl,
-    "rpg-urkl": hand_urkl,
-    "grpo": hand_grpo,
-    "dapo": hand_dapo,
-}
+METHODS = ("rpg-reinforce-urkl", "rpg-urkl", "grpo", "dapo")
 
 
 def trl_loss(name: str, logp: Tensor, old: Tensor, a: Tensor, mask: Tensor, ref: Tensor) -> Callable[[], Tensor] | None:
@@ -76,7 +37,7 @@ def trl_loss(name: str, logp: Tensor, old: Tensor, a: Tensor, mask: Tensor, ref:
     from rpg.audit.peers import _field_defaults, _trl_inputs, _trl_trainer
 
     config = _field_defaults(GRPOConfig)
-    config.loss_type, config.beta, config.use_bias_correction_kl = name, BETA if name == "grpo" else 0.0, False
+    config.loss_type, config.beta, config.use_bias_correction_kl = name, rpg.algorithm(name).loss.beta, False
     config.epsilon_high = 0.28 if name == "dapo" else 0.2
     trainer = _trl_trainer(GRPOTrainer, config, True, logp)
     inputs = _trl_inputs(
@@ -123,20 +84,20 @@ def main() -> None:
         f"torch {torch.__version__}, {on}, {list(shape)} float32, forward and backward, median of {args.repeats} pairs"
     )
     print(f"{'method':<20}{'by hand':>9}{'rpg':>9}{'ratio':>7}{'+ metrics':>11}{'TRL':>9}   {'gradient error':<14}")
-    for name, hand in CASES.items():
-        loss_fn = rpg.algorithm(name).loss if name == "dapo" else rpg.algorithm(name, beta=BETA).loss
-        given = (logp, old, advantages, mask)
-        ours = partial(loss_fn, *given, ref_logp=None if name == "dapo" else ref)
+    for name in METHODS:
+        tensors = (logp, old, advantages, mask)
+        ours = partial(rpg.algorithm(name).loss, *tensors, ref_logp=None if name == "dapo" else ref)
+        hand = partial(plain_form(name), logp, old, ref, advantages.unsqueeze(-1), mask)
 
         def with_metrics(ours: Callable[[], rpg.LossOutput] = ours) -> Tensor:
             out = ours()
             assert out.metrics
             return out.loss
 
-        sides: dict[str, Callable[[], Tensor]] = {"hand": partial(hand, *given, ref)}
+        sides: dict[str, Callable[[], Tensor]] = {"hand": hand}
         sides["rpg"] = lambda ours=ours: ours().loss
         sides["metrics"] = with_metrics
-        if trl := trl_loss(name, *given, ref):
+        if trl := trl_loss(name, *tensors, ref):
             sides["trl"] = trl
         times: dict[str, list[float]] = {side: [] for side in sides}
         gradients: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rpg.costs.devices import DEVICES
-from rpg.costs.seconds import Batch, Work, decode_seconds
+from rpg.costs.seconds import StepSizes, Work, decode_seconds
 from rpg.models.known_shapes import KNOWN
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
@@ -122,7 +122,7 @@ def test_memory_by_hand():
 def test_decoding_is_rpgs_estimate_on_one_gpu():
     even = Job(Lengths(10_000, median=500, spread=1e-4))
     work = Work(SMALL.counts, 0, 0, False, False, 1, 64)
-    theirs = decode_seconds(work, H200, Batch(1, 1, 178, 500, 500), 64)
+    theirs = decode_seconds(work, H200, StepSizes(1, 1, 178, 500, 500), 64)
     assert Rollout(SMALL, H200, 1, 1, even).step(64) == pytest.approx(theirs, rel=1e-3)
 
 

@@ -1,7 +1,7 @@
 """What is trained, on what, on how much: models, network, lengths of responses, a job; policies that drift apart.
 
-Operations, bytes and rates of one GPU are those of ``rpg train --dry-run`` (models/counts.py, train/estimates.py,
-train/devices.py, train/memory.py). An ASSUMPTION is marked as one; all else is counted, measured or published.
+Operations, bytes and rates of one GPU are those of ``rpg train --dry-run`` (costs/operations.py, costs/seconds.py,
+costs/devices.py, costs/memory.py). An ASSUMPTION is marked as one; all else is counted, measured or published.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 from rpg.costs.devices import DEVICES, Device
 from rpg.costs.memory import Shape
-from rpg.costs.operations import Counts
+from rpg.costs.operations import Operations
 
 NODE = 8  # GPUs
 
@@ -50,12 +50,12 @@ class Model:
         return self.body(self.experts) - self.body(0)  # in experts; all else is wherever attention is
 
     @cached_property
-    def counts(self) -> Counts:
+    def counts(self) -> Operations:
         """What a token computes with."""
         body = int(self.body(self.chosen))
-        return Counts(self.layers, self.heads, self.key_heads, self.width, self.hidden, self.vocab, body)
+        return Operations(self.layers, self.heads, self.key_heads, self.width, self.hidden, self.vocab, body)
 
-    def touched(self, rows: float) -> Counts:
+    def touched(self, rows: float) -> Operations:
         """What ``rows`` tokens read: experts that none of them chose stay in memory (even routing is an ASSUMPTION)."""
         experts = self.experts * (1 - (1 - self.chosen / self.experts) ** rows) if self.experts > 1 else 1
         return replace(self.counts, body=int(self.body(experts)))

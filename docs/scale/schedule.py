@@ -10,7 +10,7 @@ from pieces import CARD, NODE, Job, Model, exchange, gather, together
 from rpg.costs.devices import Device
 from rpg.costs.memory import SHARE
 from rpg.costs.operations import Ceilings
-from rpg.costs.seconds import DECODE, PREFILL, Batch, Work, train_seconds
+from rpg.costs.seconds import DECODE, PREFILL, StepSizes, Work, train_seconds
 
 RESERVED = 0.85  # of a GPU's memory for an engine that has it alone; ASSUMPTION
 MOST_ROWS = 1024  # decoded at once by one engine; ASSUMPTION
@@ -80,7 +80,7 @@ class Training:
             model.counts, model.activation(recompute=False), model.parameters // layout.gpus,
             frozen=False, recompute=True, micro_tokens=self.micro_tokens, slots=1,
         )  # fmt: skip
-        batch = Batch(self.rows, 1, lengths.prompt, lengths.mean, lengths.limit)
+        batch = StepSizes(self.rows, 1, lengths.prompt, lengths.mean, lengths.limit)
         seconds = train_seconds(work, together(self.device, layout.sharing), batch, forward=forward)
         filled = max(self.micro_batches, self.rows)  # of the pipeline; sequences can go through one at a time
         return seconds * (1 + (layout.pipeline - 1) / filled)

@@ -1,16 +1,19 @@
-"""Both sides run for real, on a small step."""
+"""The command without a part: the step of the built-in run, both sides for real; and what it refuses."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rpg.bench.report import Report, headline, quartiles, show
-from rpg.bench.step import Took, Work
-from rpg.bench.versus import Result, SideFailed, compare
+from rpg.bench.step import SideResult, StepTimes, StepWork, compare
+from rpg.bench.timing import Failed
+from rpg.bench.whole import StepReport, headline, quartiles, show
 from rpg.cli import Mistake, Parser
 
 SMALL = ["--prompts", "2", "--samples", "2", "--max-new-tokens", "8", "--repeats", "1", "--threads", "1"]
@@ -26,24 +29,18 @@ def bench(*arguments):
     return args.run(args)
 
 
-def refused(*arguments):
-    with pytest.raises(Mistake) as caught:
-        bench(*arguments)
-    return str(caught.value)
-
-
 def test_both_sides(tmp_path, capsys):
     pytest.importorskip("trl")
     assert bench(*SMALL, "--json", str(tmp_path / "found.json")) == 0
     out = capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
 
-    work, sides = Work(**found["work"]), found["sides"]
+    work, sides = StepWork(**found["work"]), found["sides"]
     assert (work.prompts, work.samples, work.max_new_tokens, work.threads) == (2, 2, 8, 1)
     assert set(sides) == {"rpg", "trl"}
     for side in sides.values():
         assert side["optimiser_steps"] == work.minibatches
-        (step,) = side["steps"]
+        (step,) = side["steps"]  # what warmed it up does not count
         assert step["responses"] == 4
         assert 4 <= step["tokens"] <= 4 * 8
         assert min(step["rollout"], step["reward"], step["train"]) > 0
@@ -64,11 +61,18 @@ def test_both_sides(tmp_path, capsys):
 def test_without_trl_it_is_rpg_alone_and_says_how_to_install(tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "trl" else find(name, *rest))
+    steps = {}
+
+    def compare(work, sides, watch):
+        steps.update(dict.fromkeys(sides, work.repeats))
+        return {side: SideResult([took(1.0)] * work.repeats, 1.0) for side in sides}
+
+    monkeypatch.setattr("rpg.bench.step.compare", compare)  # its processes: test_both_sides
     assert bench(*SMALL, "--repeats", "2", "--json", str(tmp_path / "found.json")) == 0
     out = capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
+    assert steps == {"rpg": 2}
     assert set(found["sides"]) == {"rpg"}
-    assert len(found["sides"]["rpg"]["steps"]) == 2  # what warmed it up does not count
     assert "speedup" not in found
     assert "pip install 'rpg-rl[audit]'" in out
     assert "GRPOTrainer" not in out
@@ -85,17 +89,37 @@ def test_without_trl_it_is_rpg_alone_and_says_how_to_install(tmp_path, capsys, m
         (["--prompts", "3", "--samples", "3"], "--prompts × --samples must be a multiple of"),
         (["--device", "nonsense"], "device 'nonsense' is not to be had"),
         (["--json", "/nowhere/found.json"], "cannot write /nowhere/found.json: no such folder"),
+        (["--device", "cpu", "--model", "tiny"], "--model goes with a part: rollout, logp,"),
+        (["--device", "cpu", "--quick"], "--quick goes with a part"),
+        (["logp", "--device", "cpu", "--alone"], "--alone goes with the built-in step: without a part, with"),
+        (["logp", "--device", "cpu", "--vocab", "0"], "--vocab must be at least 1; got 0"),
+        (
+            ["rollout", "--device", "cpu", "--model", "0.6b"],
+            "no model '0.6b': neither a shape (tiny, 17m, 0.5b, 1.5b, 4b)",
+        ),
+        (["rollout", "--device", "cpu", "--model", "/nowhere/x"], "no model '/nowhere/x'"),
+        (["logp", "--markdown", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
-    found = refused(*arguments)
-    assert message in found
-    assert "\n" not in found
+    with pytest.raises(Mistake) as caught:
+        bench(*arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_side_that_fails_says_why():
-    work = replace(Work(), max_new_tokens=9999, repeats=1)
-    with pytest.raises(SideFailed, match=r"^rpg: a prompt of [^\n]* do not fit into the 256 of the model$"):
+def test_a_side_that_fails_says_why(monkeypatch):
+    """Its process, which would hand the line over: test_apart."""
+
+    @contextmanager
+    def here(function, *arguments, limit):
+        pipe = SimpleNamespace(send=lambda answer: None, recv=lambda: None)
+        answers = iter([lambda: None, lambda: function(pipe, *arguments)])
+        yield pipe, lambda: next(answers)()
+
+    monkeypatch.setattr("rpg.bench.step.process", here)
+    work = replace(StepWork(), max_new_tokens=9999, repeats=1, threads=torch.get_num_threads())
+    with pytest.raises(Failed, match=r"^rpg: a prompt of [^\n]* do not fit into the 256 of the model$"):
         compare(work, ("rpg",))
 
 
@@ -103,13 +127,13 @@ def test_a_side_that_fails_says_why():
 
 
 def took(seconds):
-    return Took(seconds, seconds / 2, seconds / 4, tokens=100, responses=10, optimiser_steps=4, score=0.5)
+    return StepTimes(seconds, seconds / 2, seconds / 4, tokens=100, responses=10, optimiser_steps=4, score=0.5)
 
 
 def test_speed_is_a_ratio_of_medians_and_its_spread_one_of_pairs(capsys):
     rpg, trl = [1.0, 2.0, 4.0], [3.0, 8.0, 8.0]
-    results = {"rpg": Result([took(s) for s in rpg], 1.0), "trl": Result([took(s) for s in trl], 2.0)}
-    report = Report(Work(repeats=3), results, [])
+    results = {"rpg": SideResult([took(s) for s in rpg], 1.0), "trl": SideResult([took(s) for s in trl], 2.0)}
+    report = StepReport(StepWork(repeats=3), results, [])
     found = report.as_dict()
     assert found["speedup"]["seconds"] == 4.0
     assert found["speedup_of_pairs"] == {"quartiles": [2.5, 3.0, 3.5], "all": [3.0, 4.0, 2.0]}
@@ -125,8 +149,10 @@ def test_speed_is_a_ratio_of_medians_and_its_spread_one_of_pairs(capsys):
 
 
 def test_a_slower_step_is_called_slower():
-    results = {"rpg": Result([took(3.0)], 1.0), "trl": Result([took(2.0)], 1.0)}
-    assert headline(Report(Work(repeats=1), results, [])).startswith("A step of rpg is 1.50 times slower than TRL's")
+    results = {"rpg": SideResult([took(3.0)], 1.0), "trl": SideResult([took(2.0)], 1.0)}
+    assert headline(StepReport(StepWork(repeats=1), results, [])).startswith(
+        "A step of rpg is 1.50 times slower than TRL's"
+    )
 
 
 def test_quartiles():

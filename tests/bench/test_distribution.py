@@ -8,20 +8,18 @@ import pytest
 import torch
 from scipy import stats
 
-from rpg.bench.distribution import (
+from rpg.bench.logp import HEADS, errors, exact, make_inputs, plain
+from rpg.bench.rollout import (
     PROMPT,
     TOP_P,
     VOCABULARY,
-    counted,
-    distribution_rows,
+    count_pairs,
+    distribution_tests,
     p_value,
     pair_probabilities,
     spread_out,
 )
-from rpg.bench.logp import errors, exact, make_problem, plain
-from rpg.bench.peers import PEERS
-from rpg.bench.shapes import make_model, make_tokenizer
-from rpg.bench.sizes import sizes_for
+from rpg.bench.synthetic import make_model, make_tokenizer, sizes_for
 from rpg.rollout import NativeEngine
 
 SIZES = sizes_for("cpu")
@@ -65,15 +63,15 @@ def test_a_sampler_that_does_something_else_is_noticed(model):
     (right,) = engine.generate([PROMPT], 4096, 2, 1.0, 7)
     (warm,) = engine.generate([PROMPT], 4096, 2, 1.3, 7)
     whole = pair_probabilities(model, 1.0)
-    assert p_value(counted(right), whole) > 1e-3
-    assert p_value(counted(warm), whole) < 1e-9
-    assert p_value(counted(right), pair_probabilities(model, TOP_P)) == 0.0
+    assert p_value(count_pairs(right), whole) > 1e-3
+    assert p_value(count_pairs(warm), whole) < 1e-9
+    assert p_value(count_pairs(right), pair_probabilities(model, TOP_P)) == 0.0
 
 
 def test_rows_of_the_engine():
-    for _, measure in distribution_rows(replace(SIZES, draws=2048)):
-        assert 1e-3 < measure() <= 1
-    assert [name for name, _ in distribution_rows(sizes_for("cuda"))] == [
+    for test in distribution_tests(replace(SIZES, draws=2048)).values():
+        assert 1e-3 < test() <= 1
+    assert list(distribution_tests(sizes_for("cuda"))) == [
         "rpg, 65,536 pairs, float32",
         "rpg, 65,536 pairs, float32, top-p 0.9",
         "rpg, 65,536 pairs, bfloat16",
@@ -84,12 +82,12 @@ def test_rows_of_the_engine():
 
 
 def test_the_exact_gradient_is_autograds():
-    problem = make_problem(200, 16, 40, SIZES)
-    leaves = [t.detach().double().requires_grad_() for t in (problem.hidden_NH, problem.weight_VH)]
+    inputs = make_inputs(200, 16, 40, SIZES)
+    leaves = [t.detach().double().requires_grad_() for t in (inputs.hidden_NH, inputs.weight_VH)]
     logp_NV = (leaves[0] @ leaves[1].T).log_softmax(-1)
-    logp_N = logp_NV.gather(-1, problem.target_N[:, None])[:, 0]
-    (logp_N * problem.upstream_N).sum().backward()
-    found = exact(problem)
+    logp_N = logp_NV.gather(-1, inputs.target_N[:, None])[:, 0]
+    (logp_N * inputs.upstream_N).sum().backward()
+    found = exact(inputs)
     right = (logp_N, -(logp_NV.exp() * logp_NV).sum(-1), leaves[0].grad, leaves[1].grad)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b.detach())
@@ -110,16 +108,17 @@ def test_errors_are_small_where_it_is_right_and_large_where_not():
 def test_ligers_loss_is_called_as_meant(monkeypatch):
     """On-policy its gradient is that of −advantage·logp, a mean over tokens."""
     pytest.importorskip("liger_kernel")
-    monkeypatch.setattr("rpg.bench.peers._gpu_only", lambda sizes: None)
+    monkeypatch.setattr("rpg.bench.logp._gpu_only", lambda sizes: None)
     sizes = replace(SIZES, tokens=64)
-    problem = make_problem(64, 16, 40, sizes)
+    inputs = make_inputs(64, 16, 40, sizes)
     torch.manual_seed(3)
     advantage_B = torch.randn(32)
     torch.manual_seed(3)
     with torch.compiler.set_stance("force_eager"):
-        PEERS["Liger GRPO loss"](problem, sizes).run()
-    found = problem.hidden_NH.grad.clone()
-    problem.hidden_NH.grad = None
-    logp_N, _ = plain(problem.hidden_NH, problem.weight_VH, problem.target_N)
+        run, _ = HEADS["Liger GRPO loss"](inputs, sizes)
+        run()
+    found = inputs.hidden_NH.grad.clone()
+    inputs.hidden_NH.grad = None
+    logp_N, _ = plain(inputs.hidden_NH, inputs.weight_VH, inputs.target_N)
     (-(logp_N.view(32, 2) * advantage_B[:, None]).mean()).backward()
-    torch.testing.assert_close(found, problem.hidden_NH.grad)
+    torch.testing.assert_close(found, inputs.hidden_NH.grad)

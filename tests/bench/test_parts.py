@@ -7,19 +7,19 @@ import math
 import time
 
 import pytest
+import transformers
 
 from rpg.bench import logp, rollout, suite, whole
 from rpg.bench.logp import logp_section
 from rpg.bench.rollout import rollout_section
-from rpg.bench.rows import Row, Section
 from rpg.bench.scaling import grid, scaling_section
-from rpg.bench.sizes import sizes_for
+from rpg.bench.step import SIDES, WARMUP, SideResult
+from rpg.bench.synthetic import last_digit_odd, sizes_for
+from rpg.bench.table import Measurement, Section
+from rpg.bench.timing import Failed, apart
 from rpg.bench.train import train_section
-from rpg.bench.versus import SideFailed, apart
 from rpg.bench.whole import step_section
-from rpg.bench.words import odd_end
-from rpg.cli import Mistake, Parser, main
-from rpg.commands import bench as command
+from rpg.cli import main
 from rpg.costs.operations import Ceilings
 
 SIZES = sizes_for("cpu", draws=512, repeats=1, new_tokens=8, peer_new_tokens=4)
@@ -50,17 +50,20 @@ def test_rollout(monkeypatch):
     own, generate = rows["rpg tiny"], rows["transformers generate tiny"]
     for found in (own, generate):
         assert found["× floor"] == pytest.approx(found["ms a step"] / found["floor ms"])
-    assert own["tokens/s"] * own["ms a step"] / 1000 == pytest.approx(
-        SIZES.prompts, rel=0.05
-    )  # without a watch of its own
+    # without a watch of its own
+    assert own["tokens/s"] * own["ms a step"] / 1000 == pytest.approx(SIZES.prompts, rel=0.05)
     assert rows["transformers continuous batching tiny"]["tokens/s"] > 0
     assert len(rows) == 6
 
 
 def test_rollout_targets():
-    rows = [Row("own", {"tokens/s": 100.0, "× floor": 6.0}), Row("generate", {"tokens/s": 5.0}), Row("small")]
+    rows = [
+        Measurement("own", {"tokens/s": 100.0, "× floor": 6.0}),
+        Measurement("generate", {"tokens/s": 5.0}),
+        Measurement("small"),
+    ]
     section = Section("rollout", "", rollout.COLUMNS, rows=rows)
-    rollout._set_targets(section, "own", "generate", "small")
+    rollout.set_targets(section, "own", "generate", "small")
     assert [[t.mark for t in row.targets] for row in section.rows] == [["✓", "✗"], [], ["?"]]
     assert section.rows[0].values == {"tokens/s": 100.0, "× floor": 6.0}
 
@@ -71,13 +74,13 @@ def test_logp_targets():
         "torch, float32 logits": {"ms": 9.0},
         "Liger GRPO loss": {"ms": 61.0, "peak GiB": 1.9},
     }
-    section = Section("logp", "", logp.COLUMNS, rows=[Row(name, found) for name, found in values.items()])
-    logp._set_targets(section)
+    section = Section("logp", "", logp.COLUMNS, rows=[Measurement(name, found) for name, found in values.items()])
+    logp.set_targets(section)
     assert [[t.mark for t in row.targets] for row in section.rows] == [["✗", "✓", "✗"], [], []]
     values["rpg linear_logp"] = {"ms": 9.0, "peak GiB": 1.9}
     values["Liger GRPO loss"]["ms"] = 53.0
-    section.rows[:] = [Row(name, found) for name, found in values.items()]
-    logp._set_targets(section)
+    section.rows[:] = [Measurement(name, found) for name, found in values.items()]
+    logp.set_targets(section)
     assert [t.mark for t in section.rows[0].targets] == ["✓", "✗", "✓"]
 
 
@@ -113,9 +116,21 @@ def test_the_grid_of_a_gpu():
     assert len(grid(sizes_for("cuda", True), CEILINGS)) < len(names)
 
 
-def test_step_beside_trl():
+def test_step_beside_trl(monkeypatch):
+    """In this process; those of its own: test_both_sides."""
     pytest.importorskip("trl")
-    rows = finite(step_section(SIZES, CEILINGS, quiet))
+    verbosity = transformers.utils.logging.get_verbosity()
+
+    def here(work, sides, watch):
+        (side,), steps = sides, []
+        SIDES[side](work, lambda: None, steps.append)
+        return {side: SideResult(steps[WARMUP:], 1.0)}
+
+    monkeypatch.setattr(whole, "compare", here)
+    try:
+        rows = finite(step_section(SIZES, CEILINGS, quiet))
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
     assert list(rows) == ["rpg tiny", "TRL GRPOTrainer tiny"]
     responses = SIZES.groups * SIZES.samples
     for found in rows.values():  # every response has its full length
@@ -129,28 +144,28 @@ def test_trl_tries_less_where_memory_is_short(monkeypatch):
     def compare(work, sides, watch):
         tried.append((work.micro, work.checkpointing))
         if work.micro > 4:
-            raise SideFailed("trl: OutOfMemoryError: CUDA out of memory")
+            raise Failed("trl: OutOfMemoryError: CUDA out of memory")
         return {"trl": "done"}
 
     monkeypatch.setattr(whole, "compare", compare)
-    assert whole._trl(whole.Work(micro=8, checkpointing=True), quiet) == "done"
+    assert whole._trl(whole.StepWork(micro=8, checkpointing=True), quiet) == "done"
     assert tried == [(8, False), (8, True), (4, True)]
-    assert whole._trl(whole.Work(micro=4, checkpointing=True), quiet) == "done"
+    assert whole._trl(whole.StepWork(micro=4, checkpointing=True), quiet) == "done"
     assert tried[3:] == [(4, False)]  # as fast as it can
-    with pytest.raises(SideFailed):
-        whole._trl(whole.Work(micro=64, checkpointing=True), quiet)
+    with pytest.raises(Failed):
+        whole._trl(whole.StepWork(micro=64, checkpointing=True), quiet)
 
 
 def test_the_reward_tells_responses_apart():
-    assert [odd_end(text, "", "") for text in ("4 7", "7 4", "")] == [1.0, 0.0, 0.0]
+    assert [last_digit_odd(text, "", "") for text in ("4 7", "7 4", "")] == [1.0, 0.0, 0.0]
 
 
 def test_apart():
     assert apart(math.sqrt, 4.0, limit=60) == 2.0
-    with pytest.raises(SideFailed, match=r"^ValueError: "):
+    with pytest.raises(Failed, match=r"^ValueError: "):
         apart(math.sqrt, -1.0, limit=60)
     begin = time.perf_counter()
-    with pytest.raises(SideFailed, match="no answer within 1 s"):
+    with pytest.raises(Failed, match="no answer within 1 s"):
         apart(time.sleep, 60, limit=1)
     assert time.perf_counter() - begin < 30
 
@@ -163,7 +178,7 @@ def test_a_section_that_fails_does_not_end_the_others(monkeypatch):
         raise RuntimeError("no such kernel")
 
     def works(*_):
-        return Section("train", "Training", suite.CEILING_COLUMNS, rows=[Row("a", {"GB/s": 1.0})])
+        return Section("train", "Training", suite.CEILING_COLUMNS, rows=[Measurement("a", {"GB/s": 1.0})])
 
     monkeypatch.setattr(suite, "SECTIONS", {"logp": broken, "train": works})
     saved = []
@@ -193,31 +208,3 @@ def test_command(tmp_path, capsys):
     assert "rpg bench logp --device cpu --tokens 8" in page
     assert "| rpg linear_logp |" in page
     assert "rpg linear_logp" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--device", "cpu", "--model", "tiny"],
-            "--model goes with a part: rollout, logp,",
-        ),
-        (["--device", "cpu", "--quick"], "--quick goes with a part"),
-        (["logp", "--device", "cpu", "--alone"], "--alone goes with the built-in step: without a part, with"),
-        (["logp", "--device", "cpu", "--vocab", "0"], "--vocab must be at least 1; got 0"),
-        (
-            ["rollout", "--device", "cpu", "--model", "0.6b"],
-            "no model '0.6b': neither a shape (tiny, 17m, 0.5b, 1.5b, 4b)",
-        ),
-        (["rollout", "--device", "cpu", "--model", "/nowhere/x"], "no model '/nowhere/x'"),
-        (["logp", "--markdown", "/nowhere/x.md"], "cannot write /nowhere/x.md: no such folder"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, message):
-    parser = Parser(prog="rpg")
-    command.add_bench(parser.add_subparsers(dest="command", parser_class=Parser))
-    args = parser.parse_args(["bench", *arguments])
-    with pytest.raises(Mistake) as caught:
-        args.run(args)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)

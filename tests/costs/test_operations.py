@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rpg.bench.shapes import SHAPES, make_model, make_tokenizer, random_prompts, vocabulary
-from rpg.bench.sizes import Sizes, sizes_for
+from rpg.bench.synthetic import SHAPES, Sizes, make_model, make_tokenizer, random_prompts, sizes_for, vocabulary
 from rpg.bench.train import make_batch
-from rpg.costs.operations import Ceilings, Counts, logp_flops
+from rpg.costs.operations import Ceilings, Operations, logp_flops
 from rpg.models.policy import Policy
 
-HALF_BILLION = Counts(layers=24, heads=14, key_heads=2, width=64, hidden=896, vocab=151936, body=357_826_560)
+HALF_BILLION = Operations(layers=24, heads=14, key_heads=2, width=64, hidden=896, vocab=151936, body=357_826_560)
 LAYER = 896 * 896 + 2 * 896 * 128 + 896 * 896 + 3 * 896 * 4864
 
 
@@ -23,7 +22,7 @@ def on_meta(name):
 
 
 def test_half_a_billion_is_what_it_says():
-    found = Counts.of(on_meta("0.5b"), 2)
+    found = Operations.of(on_meta("0.5b"), 2)
     assert found == HALF_BILLION
     assert found.body == 24 * LAYER
     assert found.kv_bytes == 24 * 2 * 2 * 64 * 2 == 12_288
@@ -65,19 +64,19 @@ def test_forward_is_what_torch_counts():
     """torch counts every pair of an attention, seen or not."""
     model = make_model("tiny", sizes_for("cpu"))
     model.set_attn_implementation("eager")
-    counts = Counts.of(model, 4)
+    operations = Operations.of(model, 4)
     rows, length = 3, 10
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.ones(rows, length, dtype=torch.long))
     rotary = 2 * length * 4  # the product that makes the angles: of one row, half a head's width
-    by_hand = 2 * rows * length * (counts.body + counts.head) + counts._attention(rows * length * length)
+    by_hand = 2 * rows * length * (operations.body + operations.head) + operations._attention(rows * length * length)
     assert counter.get_total_flops() - by_hand in (0, rotary)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_training_by_enumeration(shared):
     groups, samples, prompt, response = 2, 3, 4, 5
-    counts = Counts(layers=2, heads=4, key_heads=2, width=8, hidden=32, vocab=64, body=1000)
+    operations = Operations(layers=2, heads=4, key_heads=2, width=8, hidden=32, vocab=64, body=1000)
     tokens = pairs = heads = 0
     for _ in range(groups):
         for sample in range(samples):
@@ -88,26 +87,26 @@ def test_training_by_enumeration(shared):
                 tokens += 1
                 pairs += place + 1
     by_hand = 6 * tokens * 1000 + 6 * heads * 32 * 64 + 12 * 2 * 4 * 8 * pairs
-    assert counts.train_flops(groups, samples, prompt, response, shared) == by_hand
+    assert operations.train_flops(groups, samples, prompt, response, shared) == by_hand
 
 
 def test_the_products_of_training_are_those_that_torch_counts():
     """Of the policy's own pass, forward and backward; attention aside, whose masked pairs torch counts too."""
     sizes = sizes_for("cpu")
     model = make_model("tiny", sizes)
-    counts, policy = Counts.of(model, 4), Policy(model, make_tokenizer(64))
+    operations, policy = Operations.of(model, 4), Policy(model, make_tokenizer(64))
     batch = make_batch(policy, sizes)
     with FlopCounterMode(display=False) as counter:
         policy.score(batch.ids_BL, batch.start_B, batch.mask_BT, batch.group_B).logp_BT.sum().backward()
     found = counter.get_flop_counts()["Global"]
     products = sum(count for kind, count in found.items() if str(kind) in ("aten.mm", "aten.addmm"))
     shape = sizes.groups, sizes.samples, sizes.prompt_tokens, sizes.new_tokens
-    assert products == replace(counts, heads=0).train_flops(*shape, shared=True)
+    assert products == replace(operations, heads=0).train_flops(*shape, shared=True)
 
 
 def test_prompts_and_head_by_hand():
-    counts = Counts(layers=2, heads=4, key_heads=2, width=8, hidden=32, vocab=64, body=1000)
-    assert counts.prefill_flops(3, 4) == 2 * 3 * 4 * 1000 + 2 * 3 * 32 * 64 + 4 * 2 * 4 * 8 * 3 * (1 + 2 + 3 + 4)
+    operations = Operations(layers=2, heads=4, key_heads=2, width=8, hidden=32, vocab=64, body=1000)
+    assert operations.prefill_flops(3, 4) == 2 * 3 * 4 * 1000 + 2 * 3 * 32 * 64 + 4 * 2 * 4 * 8 * 3 * (1 + 2 + 3 + 4)
     assert logp_flops(2, 3, 5) == 3 * (2 * 2 * 3 * 5)
 
 

@@ -1,14 +1,12 @@
 """Estimates of time against what was measured on an H200: docs/speed-table.md."""
 
 import pytest
-import torch
-import transformers
 
-from rpg.bench.shapes import SHAPES, _settings
+from rpg.bench.synthetic import Sizes, make_model
 from rpg.costs.devices import CPU_OVERHEAD, DEVICES, Device
 from rpg.costs.memory import Shape
-from rpg.costs.operations import Counts
-from rpg.costs.seconds import Batch, Work, decode_seconds, rollout_seconds, train_seconds
+from rpg.costs.operations import Operations
+from rpg.costs.seconds import StepSizes, Work, decode_seconds, rollout_seconds, train_seconds
 from rpg.plan.plan import plan
 from rpg.run.config import Config, RolloutConfig
 
@@ -18,13 +16,10 @@ MADE = {}
 
 def work(name, recompute=False, slots=512, micro_tokens=32768):
     if name not in MADE:
-        kind, settings = SHAPES[name]
-        with torch.device("meta"):
-            config = getattr(transformers, kind)(**_settings(settings))
-            MADE[name] = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        MADE[name] = make_model(name, Sizes(device="meta"))
     model = MADE[name]
     return Work(
-        counts=Counts.of(model, 2),
+        operations=Operations.of(model, 2),
         activation=Shape.of(model.config).activation_bytes(2, False, False),
         trained=sum(p.numel() for p in model.parameters()),
         frozen=False,
@@ -49,7 +44,7 @@ def work(name, recompute=False, slots=512, micro_tokens=32768):
 )
 def test_a_decoding_step(name, rows, length, ms):
     """Rows of different prompts, the last tokens of a length: all of the row is a prompt to the estimate."""
-    batch = Batch(rows, 1, length - 16, mean=32, longest=32)
+    batch = StepSizes(rows, 1, length - 16, mean=32, longest=32)
     assert decode_seconds(work(name), H200, batch, rows) * 1e3 == pytest.approx(ms, rel=0.2)
 
 
@@ -66,15 +61,15 @@ def test_a_decoding_step(name, rows, length, ms):
     ],
 )
 def test_training(name, responses, recompute, ms):
-    batch = Batch(responses // 8, 8, 178, mean=320, longest=320)
+    batch = StepSizes(responses // 8, 8, 178, mean=320, longest=320)
     assert train_seconds(work(name, recompute), H200, batch) * 1e3 == pytest.approx(ms, rel=0.2)
 
 
 def test_the_rollout_and_the_whole_step():
     """256 prompts, one response each: 134,074 tokens/s; 64 × 8 responses: 0.802 s of sampling, 1.487 s of training."""
-    alone = Batch(256, 1, 178, mean=320, longest=320)
+    alone = StepSizes(256, 1, 178, mean=320, longest=320)
     assert 256 * 320 / rollout_seconds(work("0.5b"), H200, alone) == pytest.approx(134_074, rel=0.2)
-    batch = Batch(64, 8, 178, mean=320, longest=320)
+    batch = StepSizes(64, 8, 178, mean=320, longest=320)
     sampled, trained = rollout_seconds(work("0.5b"), H200, batch), train_seconds(work("0.5b"), H200, batch)
     assert sampled == pytest.approx(0.802, rel=0.25)
     assert 2.396 / 1.5 < sampled + trained < 2.396 * 1.5
@@ -90,8 +85,8 @@ def test_the_built_in_run_on_two_cores(monkeypatch):
 
 
 def test_what_makes_it_longer():
-    one = Batch(64, 8, 178, mean=160, longest=320)
-    twice = Batch(128, 8, 178, mean=160, longest=320)
+    one = StepSizes(64, 8, 178, mean=160, longest=320)
+    twice = StepSizes(128, 8, 178, mean=160, longest=320)
     w = work("0.5b", slots=512)
     # as many rows again wait for slots: steps with all slots in use come on top of the last ones
     assert rollout_seconds(w, H200, twice) - rollout_seconds(w, H200, one) == pytest.approx(

@@ -10,17 +10,14 @@ import torch
 
 from ..costs.operations import Ceilings
 from .logp import logp_section
-from .report import machine
 from .rollout import rollout_section
-from .rows import Column, Findings, Row, Section, error_line
 from .scaling import scaling_section
-from .sizes import Sizes
-from .step import Work
-from .timing import fresh, measure_ceilings
+from .synthetic import Sizes
+from .table import BenchReport, Measurement, Quantity, Section
+from .timing import Watch, error_line, fresh, machine, measure_ceilings
 from .train import train_section
 from .whole import step_section
 
-Watch = Callable[[str], None]
 SECTIONS: dict[str, Callable[[Sizes, Ceilings, Watch], Section]] = {
     "rollout": rollout_section,
     "logp": logp_section,
@@ -29,21 +26,20 @@ SECTIONS: dict[str, Callable[[Sizes, Ceilings, Watch], Section]] = {
     "scaling": scaling_section,
 }
 CEILING_COLUMNS = (
-    Column("TFLOP/s", "of a square product of random matrices, two operations a multiplication", ",.4g"),
-    Column("GB/s", "of a copy, bytes read and bytes written", ",.5g"),
+    Quantity("TFLOP/s", "of a square product of random matrices, two operations a multiplication", ",.4g"),
+    Quantity("GB/s", "of a copy, bytes read and bytes written", ",.5g"),
 )
 
 
-def run_suite(parts: tuple[str, ...], sizes: Sizes, watch: Watch, save: Callable[[Findings], None]) -> Findings:
+def run_suite(parts: tuple[str, ...], sizes: Sizes, watch: Watch, save: Callable[[BenchReport], None]) -> BenchReport:
     """``save`` is called after every section."""
-    work = Work(device=sizes.device, threads=torch.get_num_threads())
-    findings = Findings(machine(work), asdict(sizes))
+    report = BenchReport(machine(sizes.device, torch.get_num_threads()), asdict(sizes))
     watch("ceilings")
     begin = perf_counter()
     ceilings = measure_ceilings(sizes)
     about = f"A product of {sizes.matmul}³ in {sizes.dtype} and a copy of {sizes.copy / 2**30:.3g} GiB; medians."
-    row = Row("measured", {"TFLOP/s": ceilings.flops / 1e12, "GB/s": ceilings.bytes / 1e9})
-    findings.sections.append(
+    row = Measurement("measured", {"TFLOP/s": ceilings.flops / 1e12, "GB/s": ceilings.bytes / 1e9})
+    report.sections.append(
         Section("ceilings", "Ceilings of the machine", CEILING_COLUMNS, about, [row], perf_counter() - begin)
     )
     for part in parts:
@@ -54,6 +50,6 @@ def run_suite(parts: tuple[str, ...], sizes: Sizes, watch: Watch, save: Callable
         except Exception as error:
             section = Section(part, part, (), error=error_line(error))
         section.seconds = perf_counter() - begin
-        findings.sections.append(section)
-        save(findings)
-    return findings
+        report.sections.append(section)
+        save(report)
+    return report

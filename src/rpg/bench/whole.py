@@ -1,54 +1,89 @@
-"""The whole RL step: rollout, reward, log-probabilities, gradient, optimiser; beside TRL's trainer."""
+"""The whole RL step (rollout, reward, log-probabilities, gradient, optimiser) beside TRL's: section and report."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from ..costs.operations import Ceilings, Counts
-from .rows import Column, Row, Section, Target, ratio
-from .shapes import make_model, random_prompts, save_model
-from .sizes import Sizes
-from .step import WARMUP, Work
-from .timing import fresh, guarded
-from .versus import Result, SideFailed, compare
+import torch
+from rich.text import Text
+
+from .. import __version__
+from ..console import printed
+from ..costs.operations import Ceilings, Operations
+from .step import WARMUP, SideResult, StepWork, compare
+from .synthetic import Sizes, make_model, make_tokenizer, random_prompts, vocabulary
+from .table import Measurement, Quantity, Section, Target, about_machine, cells, ratio, terminal_table
+from .timing import Failed, Numbers, Watch, machine, recorder
 
 FASTER = 4.0  # than TRL
 LIMIT = 150.0  # seconds for a start or a step of a side
+PARTS = ("seconds", "rollout", "reward", "train")
 COLUMNS = (
-    Column("step s", "the whole of it", ".3f"),
-    Column("rollout s", "sampling the responses", ".3f"),
-    Column("reward s", "scoring them", ".4f"),
-    Column("train s", "the rest: log-probabilities, advantages, loss, gradient, optimiser, metrics", ".3f"),
-    Column("tokens/s", "response tokens by the seconds of the whole step", ",.0f"),
-    Column("peak GiB", "of the side's own process: device memory, on a CPU resident", ".2f"),
-    Column("floor s", "prompts, decoding steps and training, counted, over the measured rates", ".3f"),
-    Column("× floor", "seconds over that", ".2f"),
+    Quantity("step s", "the whole of it", ".3f"),
+    Quantity("rollout s", "sampling the responses", ".3f"),
+    Quantity("reward s", "scoring them", ".4f"),
+    Quantity("train s", "the rest: log-probabilities, advantages, loss, gradient, optimiser, metrics", ".3f"),
+    Quantity("tokens/s", "response tokens by the seconds of the whole step", ",.0f"),
+    Quantity("peak GiB", "of the side's own process: device memory, on a CPU resident", ".2f"),
+    Quantity("floor s", "prompts, decoding steps and training, counted, over the measured rates", ".3f"),
+    Quantity("× floor", "seconds over that", ".2f"),
+)
+REPORT_COLUMNS = (
+    Quantity("step", "seconds, the whole of it: median", ".3f"),
+    *(replace(column, key=column.key.removesuffix(" s")) for column in COLUMNS[1:5]),
+    Quantity("length", "mean tokens of a response", ".1f"),
+    Quantity("reward mean", "the same policy on the same prompts", ".3f"),
+    Quantity("peak GB", "of the side's own process, libraries included", ".2f"),
 )
 
 
-def step_section(sizes: Sizes, ceilings: Ceilings, watch: Callable[[str], None]) -> Section:
+def summarise(result: SideResult) -> dict[str, Any]:
+    steps = result.steps
+    return {
+        "median": {part: median(getattr(times, part) for times in steps) for part in PARTS},
+        "tokens_per_s": median(times.tokens / times.seconds for times in steps),
+        "mean_length": sum(times.tokens for times in steps) / sum(times.responses for times in steps),
+        "mean_reward": mean(times.score for times in steps),
+        "optimiser_steps": steps[0].optimiser_steps,
+        "peak_memory_gb": result.peak_memory_gb,
+        "steps": [asdict(times) | {"train": times.train} for times in steps],
+    }
+
+
+# ---- a section: the step on made-up prompts --------------------------------------------------------------------------
+
+
+def step_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
     section = Section("step", "The whole RL step", COLUMNS, _about(sizes))
+    record = recorder(section, sizes, watch)
+    rpg, trl = f"rpg {sizes.model}", f"TRL GRPOTrainer {sizes.model}"
+
+    def numbers(result: SideResult) -> Numbers:
+        side = summarise(result)
+        seconds = side["median"]["seconds"]
+        return {
+            "step s": seconds,
+            **{f"{part} s": side["median"][part] for part in PARTS[1:]},
+            "tokens/s": side["tokens_per_s"],
+            "peak GiB": side["peak_memory_gb"],
+            "floor s": floor,
+            "× floor": seconds / floor,
+        }
+
     with TemporaryDirectory(prefix="rpg-bench-") as name:
         watch("step: model")
         work, floor = _prepare(sizes, ceilings, Path(name))
-        fresh(sizes.device)
-        rpg = f"rpg {sizes.model}"
-        section.rows.append(guarded(rpg, sizes.device, lambda: _row(rpg, compare(work, ("rpg",), watch)["rpg"], floor)))
-        trl = f"TRL GRPOTrainer {sizes.model}"
-        if find_spec("trl") is None:
-            section.rows.append(Row(trl, error="TRL is not installed: pip install 'rpg-rl[audit]'"))
-        else:
-            section.rows.append(guarded(trl, sizes.device, lambda: _row(trl, _trl(work, watch), floor)))
+        record(rpg, lambda: numbers(compare(work, ("rpg",), watch)["rpg"]))
+        record(trl, lambda: numbers(_trl(work, watch)))
     if sizes.device != "cpu":
         faster = ratio(section.value(trl, "step s"), section.value(rpg, "step s"))
-        target = Target(f"≥ {FASTER:.0f}× TRL", faster, least=FASTER)
-        section.rows[0] = replace(section.rows[0], targets=(target,))
+        section.require(rpg, Target(f"≥ {FASTER:.0f}× TRL", faster, least=FASTER))
     return section
 
 
@@ -67,77 +102,136 @@ def _repeats(sizes: Sizes) -> int:
     return min(2, sizes.repeats)
 
 
-def _prepare(sizes: Sizes, ceilings: Ceilings, folder: Path) -> tuple[Work, float]:
+def _prepare(sizes: Sizes, ceilings: Ceilings, folder: Path) -> tuple[StepWork, float]:
     """Model and prompts as files, which both sides load; and the floor of a step."""
-    save_model(sizes, folder / "model")
+    model = make_model(sizes.model, sizes)
+    model.save_pretrained(folder / "model")
+    make_tokenizer(vocabulary(model)).save_pretrained(folder / "model")
     count = 2 * (WARMUP + _repeats(sizes)) * sizes.groups + 8  # some are held out
-    # words of one digit: a token each, also for the tokenizer that transformers takes for the kind of model instead
+    # numbers of one digit: a token each, also for the tokenizer that transformers takes for the kind of model instead
     prompts = random_prompts(count, sizes.prompt_tokens, 10)
     lines = (json.dumps({"prompt": " ".join(map(str, ids)), "answer": "1"}) for ids in prompts)
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    work = Work(
+    work = StepWork(
         prompts=sizes.groups,
         samples=sizes.samples,
         max_new_tokens=sizes.new_tokens,
         minibatches=1,
         repeats=_repeats(sizes),
-        threads=_threads(),
+        threads=torch.get_num_threads(),
         device=sizes.device,
         model=str(folder / "model"),
         dtype="float32" if sizes.device == "cpu" else "bfloat16",
         task=str(folder / "prompts.jsonl"),
-        reward="rpg.bench.words:odd_end",
+        reward="rpg.bench.synthetic:last_digit_odd",
         max_prompt_tokens=sizes.prompt_tokens,
         slots=sizes.slots,
         micro=min(sizes.micro, sizes.groups * sizes.samples),
         checkpointing=True,
         limit=LIMIT,
     )
-    return work, _floor(sizes, ceilings)
+    return work, _floor(Operations.of(model, sizes.element), sizes, ceilings)
 
 
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
-def _floor(sizes: Sizes, ceilings: Ceilings) -> float:
-    counts = Counts.of(make_model(sizes.model, sizes), sizes.element)
+def _floor(operations: Operations, sizes: Sizes, ceilings: Ceilings) -> float:
     rows, new = sizes.groups * sizes.samples, sizes.new_tokens
-    step = counts.decode_seconds(ceilings, rows, sizes.prompt_tokens, new / 2, sizes.groups)
-    prompts = ceilings.seconds(counts.prefill_flops(sizes.groups, sizes.prompt_tokens))
-    trained = counts.train_flops(sizes.groups, sizes.samples, sizes.prompt_tokens, new, shared=True)
+    step = operations.decode_seconds(ceilings, rows, sizes.prompt_tokens, new / 2, sizes.groups)
+    prompts = ceilings.seconds(operations.prefill_flops(sizes.groups, sizes.prompt_tokens))
+    trained = operations.train_flops(sizes.groups, sizes.samples, sizes.prompt_tokens, new, shared=True)
     return prompts + (new - 1) * step + ceilings.seconds(trained)  # the first token comes with the prompt
 
 
-def _trl(work: Work, watch: Callable[[str], None]) -> Result:
-    """As fast as the device's memory lets it: all activations kept, computed anew, or with half as many responses."""
-    half = max(1, (work.micro or 2) // 2)
-    tries = [replace(work, checkpointing=False), work, replace(work, micro=half)]
-    for number, attempt in enumerate(tries, 1):
+def _trl(work: StepWork, watch: Watch) -> SideResult:
+    """As fast as the device's memory lets it: all activations kept, computed again, or with half as many responses."""
+    if find_spec("trl") is None:
+        raise Failed("TRL is not installed: pip install 'rpg-rl[audit]'")
+    for attempt in (replace(work, checkpointing=False), work):
         try:
             return compare(attempt, ("trl",), watch)["trl"]
-        except SideFailed as error:
-            if "OutOfMemory" not in str(error) or number == len(tries):
+        except Failed as error:
+            if "OutOfMemory" not in str(error):
                 raise
-    raise AssertionError
+    return compare(replace(work, micro=max(1, (work.micro or 2) // 2)), ("trl",), watch)["trl"]
 
 
-def _row(name: str, result: Result, floor: float) -> Row:
-    def middle(part: str) -> float:
-        return float(median(getattr(took, part) for took in result.took))
+# ---- a report: the step of the built-in run --------------------------------------------------------------------------
 
-    seconds = middle("seconds")
-    found = {f"{part} s": middle(part) for part in ("rollout", "reward", "train")}
-    return Row(
-        name,
-        {
-            "step s": seconds,
-            **found,
-            "tokens/s": median(took.tokens / took.seconds for took in result.took),
-            "peak GiB": result.peak_memory_gb,
-            "floor s": floor,
-            "× floor": seconds / floor,
-        },
+
+@dataclass(frozen=True)
+class StepReport:
+    work: StepWork
+    results: dict[str, SideResult]
+    notes: list[str]  # why a side is missing
+
+    @property
+    def ratios(self) -> list[float]:
+        """TRL's seconds over rpg's, of steps that stood beside each other."""
+        pairs = zip(self.results["rpg"].steps, self.results["trl"].steps, strict=True)
+        return [trl.seconds / rpg.seconds for rpg, trl in pairs]
+
+    def as_dict(self) -> dict[str, Any]:
+        sides = {side: summarise(result) for side, result in self.results.items()}
+        speedup: dict[str, Any] = {}
+        if "trl" in sides:
+            rpg, trl = (sides[side]["median"] for side in ("rpg", "trl"))
+            speedup["speedup"] = {part: trl[part] / rpg[part] for part in PARTS}
+            speedup["speedup_of_pairs"] = {"quartiles": list(quartiles(self.ratios)), "all": self.ratios}
+        about = {"machine": machine(self.work.device, self.work.threads), "work": asdict(self.work), "warmup": WARMUP}
+        return {**about, "sides": sides, **speedup, "notes": self.notes}
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    shares = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    return low, middle, high
+
+
+def show(report: StepReport) -> None:
+    labels, section = {"rpg": f"rpg {__version__}", "trl": "TRL GRPOTrainer"}, Section("step", "", REPORT_COLUMNS)
+    for name, result in report.results.items():
+        side = summarise(result)
+        numbers = [*side["median"].values(), *(side[key] for key in ("tokens_per_s", "mean_length", "mean_reward"))]
+        keys = (column.key for column in REPORT_COLUMNS)
+        values = dict(zip(keys, [*numbers, side["peak_memory_gb"]], strict=True))
+        section.rows.append(Measurement(labels[name], values))
+    about = machine(report.work.device, report.work.threads)
+    with printed() as to:
+        to.print(Text(headline(report), style="bold"))
+        to.print(about_machine(about, threads=f", {report.work.threads} threads"))
+        to.print(terminal_table(*cells(section)))
+        for column in REPORT_COLUMNS:
+            to.print(Text(f"{column.key:<11}  {column.meaning}", style="dim"))
+        to.print(Text(footnote(report), style="dim"))
+        for note in report.notes:
+            to.print(Text(note, style="yellow"))
+
+
+def headline(report: StepReport) -> str:
+    seconds = {side: median(times.seconds for times in result.steps) for side, result in report.results.items()}
+    if "trl" not in seconds:
+        return f"rpg: {seconds['rpg']:.3f} s a step."
+    low, middle, high = quartiles(report.ratios)
+    speed = f"{middle:.2f} times faster" if middle >= 1 else f"{1 / middle:.2f} times slower"
+    return (
+        f"A step of rpg is {speed} than TRL's. TRL/rpg: median of {len(report.ratios)} pairs {middle:.2f}, "
+        f"middle half {low:.2f} to {high:.2f}; ratio of medians {seconds['trl'] / seconds['rpg']:.2f}."
     )
+
+
+def footnote(report: StepReport) -> str:
+    work = report.work
+    text = (
+        f"A step is {work.prompts} arithmetic prompts × {work.samples} responses of at most {work.max_new_tokens} "
+        "tokens at temperature 1 from the built-in model in float32, scored by the task, then "
+        f"{work.minibatches} AdamW steps on {work.responses // work.minibatches} responses each; learning rate "
+        f"{work.lr:g}, so that lengths stay. Median of {work.repeats} after {WARMUP} to warm up."
+    )
+    if "trl" in report.results:
+        text += (
+            " The two take turns in processes of their own; one works at a time. TRL: steps_per_generation and "
+            "gradient_accumulation_steps set for the same number of optimiser steps, num_iterations=1, beta=0, no "
+            "gradient checkpointing, transformers' generate (its continuous batching is slower on a CPU), logging off; "
+            "rpg writes its metrics. TRL computes the log-probabilities of the sampling policy again before training; "
+            "rpg keeps those that the responses were drawn with."
+        )
+    return text

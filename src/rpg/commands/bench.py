@@ -6,22 +6,24 @@ import argparse
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.sizes import FLAGS, sizes_for
-from ..console import Mistake
+from ..bench.synthetic import FLAGS, check_model, sizes_for
+from ..console import one_line
 from ..run.config import RolloutConfig
 
 if TYPE_CHECKING:
-    from ..bench.rows import Findings
-    from ..bench.sizes import Sizes
-    from ..bench.step import Work
+    from ..bench.step import StepWork
+    from ..bench.synthetic import Sizes
+    from ..bench.table import BenchReport
 
 NO_TRL = "TRL is not installed, so this is rpg alone; to have both: pip install 'rpg-rl[audit]'"
 PARTS = ("rollout", "logp", "train", "step", "scaling")
-SHARED = ("prompts", "samples", "repeats")  # flags of the step of the built-in run too, with other defaults
-LEAST = {"prompts": 1, "samples": 2, "max_new_tokens": 1, "repeats": 1, "threads": 1}
+SHARED = {"prompts": RolloutConfig.prompts, "samples": RolloutConfig.samples, "repeats": 10}  # built-in step's defaults
+LEAST = {field.name: 1 for field in FLAGS if field.type == "int"} | {"samples": 2, "max_new_tokens": 1, "threads": 1}
 
 
 def add_bench(commands: Any) -> None:
@@ -44,112 +46,85 @@ def add_bench(commands: Any) -> None:
     for field in FLAGS:
         kind, meaning = type(field.default), f"{field.metadata['meaning']} (default {field.default} on a GPU)"
         if field.name in SHARED:
-            own = {"repeats": 10}.get(field.name) or getattr(RolloutConfig, field.name)
-            meaning += f"; without PART of the built-in step (default {own})"
+            meaning += f"; without PART of the built-in step (default {SHARED[field.name]})"
         add(f"--{field.name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "NAME", help=meaning)
     parser.set_defaults(run=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    try:
+    with one_line("", ValueError):
         for path in (args.json, args.markdown):
-            _check_file(path)
-        _check_numbers(args)
-        device = _device(args.device)
-        if args.part is not None or device.startswith("cuda"):
-            if args.alone or args.max_new_tokens is not None:
-                name = "alone" if args.alone else "max-new-tokens"
-                raise ValueError(f"--{name} goes with the built-in step: without a part, with --device cpu")
-            from ..bench.shapes import check_model
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ValueError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
+        for name, least in LEAST.items():
+            if (value := getattr(args, name)) is not None and value < least:
+                raise ValueError(f"{_flag(name)} must be at least {least}; got {value}")
+        from ..training.setup import pick_device
 
-            sizes = _sizes(args, device)
-            for name in (sizes.model, sizes.small):
-                check_model(name)
-            return _run_parts(args, PARTS if args.part in (None, "all") else (args.part,), sizes)
-        work = _work(args, device)
-    except ValueError as error:
-        raise Mistake(str(error)) from error
-    return _run_step(args, work)
+        device = str(pick_device(args.device))
+        if args.part is None and not device.startswith("cuda"):
+            run = partial(_run_step, args, _work(args, device))
+        else:
+            run = partial(_run_parts, args, _sizes(args, device))
+    return run()
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
 def _sizes(args: argparse.Namespace, device: str) -> Sizes:
-    given = {field.name: getattr(args, field.name) for field in FLAGS}
+    if args.alone or args.max_new_tokens is not None:
+        name = "alone" if args.alone else "max_new_tokens"
+        raise ValueError(f"{_flag(name)} goes with the built-in step: without a part, with --device cpu")
     if args.threads is not None:
         import torch
 
         torch.set_num_threads(args.threads)
-    return sizes_for(device, args.quick, **given)
+    sizes = sizes_for(device, args.quick, **{field.name: getattr(args, field.name) for field in FLAGS})
+    for name in (sizes.model, sizes.small):
+        check_model(name)
+    return sizes
 
 
-def _run_parts(args: argparse.Namespace, parts: tuple[str, ...], sizes: Sizes) -> int:
+def _run_parts(args: argparse.Namespace, sizes: Sizes) -> int:
     from ..bench.suite import run_suite
     from ..bench.table import markdown, show
 
-    command = getattr(args, "line", "rpg bench")
-
-    def save(findings: Findings) -> None:
-        if args.json is not None:
-            _write(args.json, json.dumps(findings.as_dict(), indent=1, ensure_ascii=False) + "\n")
-        if args.markdown is not None:
-            _write(args.markdown, markdown(findings, command))
+    def save(report: BenchReport) -> None:
+        _write(args.json, json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
+        _write(args.markdown, markdown(report, getattr(args, "line", "rpg bench")))
 
     try:
-        findings = run_suite(parts, sizes, _watch, save)
+        report = run_suite(PARTS if args.part in (None, "all") else (args.part,), sizes, _watch, save)
     finally:
         _watch("")
-    show(findings)
+    show(report)
     for path in (args.json, args.markdown):
         if path is not None:
             print(f"wrote {path}", file=sys.stderr)
-    return 1 if all(section.error or not section.rows for section in findings.sections[1:]) else 0
+    return 1 if all(section.error or not section.rows for section in report.sections[1:]) else 0
 
 
 # ---- the step of the built-in run ------------------------------------------------------------------------------------
 
 
-def _run_step(args: argparse.Namespace, work: Work) -> int:
-    from ..bench.report import Report, show
-    from ..bench.versus import SideFailed, compare
-
-    notes = []
-    sides: tuple[str, ...] = ("rpg", "trl")
-    if args.alone:
-        sides = ("rpg",)
-    elif importlib.util.find_spec("trl") is None:
-        sides = ("rpg",)
-        notes.append(NO_TRL)
-    try:
-        report = Report(work, compare(work, sides, _watch), notes)
-    except SideFailed as error:
-        print(f"rpg bench: {error}", file=sys.stderr)
-        return 1
-    finally:
-        _watch("")
-    show(report)
-    if args.json is not None:
-        _write(args.json, json.dumps(report.as_dict(), indent=1) + "\n")
-        print(f"wrote {args.json}", file=sys.stderr)
-    return 0
-
-
-def _work(args: argparse.Namespace, device: str) -> Work:
+def _work(args: argparse.Namespace, device: str) -> StepWork:
     import torch
 
-    from ..bench.step import Work
+    from ..bench.step import StepWork
 
-    own = set(vars(args)) & {field.name for field in FLAGS} - set(SHARED)
-    strange = [name for name in sorted(own) if getattr(args, name) is not None] + ["quick"] * args.quick
-    strange += ["markdown"] * (args.markdown is not None)
-    if strange:
-        raise ValueError(f"--{strange[0].replace('_', '-')} goes with a part: {', '.join(PARTS)} or all")
-    work = Work(
-        prompts=args.prompts or Work.prompts,
-        samples=args.samples or Work.samples,
-        max_new_tokens=args.max_new_tokens or Work.max_new_tokens,
-        repeats=args.repeats or Work.repeats,
+    for name in (*sorted({field.name for field in FLAGS} - set(SHARED)), "quick", "markdown"):
+        if getattr(args, name) not in (None, False):
+            raise ValueError(f"{_flag(name)} goes with a part: {', '.join(PARTS)} or all")
+    work = StepWork(
+        prompts=args.prompts or StepWork.prompts,
+        samples=args.samples or StepWork.samples,
+        max_new_tokens=args.max_new_tokens or StepWork.max_new_tokens,
+        repeats=args.repeats or StepWork.repeats,
         threads=args.threads or torch.get_num_threads(),
         device=device,
     )
@@ -161,33 +136,31 @@ def _work(args: argparse.Namespace, device: str) -> Work:
     return work
 
 
-# ---- both ------------------------------------------------------------------------------------------------------------
+def _run_step(args: argparse.Namespace, work: StepWork) -> int:
+    from ..bench.step import compare
+    from ..bench.timing import Failed
+    from ..bench.whole import StepReport, show
 
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    least = dict.fromkeys((f.name for f in FLAGS if f.type == "int"), 1) | LEAST
-    for name, bound in least.items():
-        value = getattr(args, name)
-        if value is not None and value < bound:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}; got {value}")
-
-
-def _check_file(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
-
-
-def _device(name: str) -> str:
-    from ..training.setup import pick_device
-
-    return str(pick_device(name))
-
-
-def _write(path: Path, text: str) -> None:
+    missing = not args.alone and importlib.util.find_spec("trl") is None
+    sides = ("rpg",) if args.alone or missing else ("rpg", "trl")
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Mistake(f"cannot write {path}: {error.strerror}") from error
+        report = StepReport(work, compare(work, sides, _watch), [NO_TRL] if missing else [])
+    except Failed as error:
+        print(f"rpg bench: {error}", file=sys.stderr)
+        return 1
+    finally:
+        _watch("")
+    show(report)
+    if args.json is not None:
+        _write(args.json, json.dumps(report.as_dict(), indent=1) + "\n")
+        print(f"wrote {args.json}", file=sys.stderr)
+    return 0
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is not None:
+        with one_line(f"cannot write {path}: ", OSError):
+            path.write_text(text, encoding="utf-8")
 
 
 def _watch(text: str) -> None:

@@ -66,13 +66,11 @@ def at_hand(device: torch.device) -> Device:
     """This machine's, its rates measured in a moment."""
     cpu = device.type == "cpu"
     if cpu:
-        name, memory = (
-            f"CPU ({torch.get_num_threads()} threads)",
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
+        name = f"CPU ({torch.get_num_threads()} threads)"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        found = torch.cuda.get_device_properties(device)
-        name, memory = found.name, found.total_memory
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
     size = 512 if cpu else 8192
     x = torch.randn(size, size, device=device, dtype=torch.float32 if cpu else torch.bfloat16)
     flat = torch.zeros(2**22 if cpu else 2**28, device=device)

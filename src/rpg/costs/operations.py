@@ -19,7 +19,9 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Counts:
+class Operations:
+    """Of one model: weights and layers, and from these the bytes and operations of a step."""
+
     layers: int
     heads: int
     key_heads: int
@@ -30,7 +32,7 @@ class Counts:
     element: int = 2  # bytes of a number
 
     @classmethod
-    def of(cls, model: Any, element: int) -> Counts:
+    def of(cls, model: Any, element: int) -> Operations:
         config = model.config.get_text_config()
         ends = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
         heads = config.num_attention_heads

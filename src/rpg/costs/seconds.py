@@ -1,6 +1,6 @@
-"""How long a step takes, from what has to be read and computed (models/counts.py): an estimate.
+"""How long a step takes, from what has to be read and computed (operations.py): an estimate.
 
-Two lines, fitted to the rows of docs/speed-table.md, which they meet within a fifth (tests/train/test_estimates.py):
+Two lines, fitted to the rows of docs/speed-table.md, which they meet within a fifth (tests/costs/test_seconds.py):
 
 a decoding step    1.3 × its floor + 36 µs a layer
 training           1.2 × its products + 12 × its activations moved through memory; not less than 8 ms a layer and pass
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .devices import Device
-from .operations import Ceilings, Counts
+from .operations import Ceilings, Operations
 
 DECODE, PREFILL = 1.3, 2.0  # × floor
 PRODUCTS, MOVES = 1.2, 12.0
@@ -22,7 +22,7 @@ OPTIMISER_BYTES = 30  # a weight: gradient, master and moments read, the last tw
 class Work:
     """What a step is made of."""
 
-    counts: Counts
+    operations: Operations
     activation: int  # bytes a token that the backward pass needs
     trained: int  # parameters
     frozen: bool  # all but an adapter: no gradients of the weights
@@ -32,7 +32,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepSizes:
     """Responses to sample or to train on. ``mean`` and ``longest``: tokens of a response."""
 
     groups: float
@@ -50,34 +50,36 @@ class Batch:
         return self.groups * self.prompt + self.rows * self.mean
 
 
-def rollout_seconds(work: Work, device: Device, batch: Batch) -> float:
+def rollout_seconds(work: Work, device: Device, sizes: StepSizes) -> float:
     """Reading the prompts, then steps with all slots in use, then the last ones until the longest response ends."""
-    rows = min(batch.rows, work.slots)
-    full = (batch.rows - rows) * batch.mean / work.slots
+    rows = min(sizes.rows, work.slots)
+    full = (sizes.rows - rows) * sizes.mean / work.slots
     ceilings = Ceilings(device.flops, device.bandwidth)
-    prompts = PREFILL * ceilings.seconds(work.counts.prefill_flops(1, batch.prompt)) * batch.groups
-    last = rows * batch.mean / batch.longest  # on average
-    steps = full * decode_seconds(work, device, batch, rows) + batch.longest * decode_seconds(work, device, batch, last)
+    prompts = PREFILL * ceilings.seconds(work.operations.prefill_flops(1, sizes.prompt)) * sizes.groups
+    last = rows * sizes.mean / sizes.longest  # on average
+    steps = full * decode_seconds(work, device, sizes, rows) + sizes.longest * decode_seconds(work, device, sizes, last)
     return prompts + steps
 
 
-def decode_seconds(work: Work, device: Device, batch: Batch, rows: float) -> float:
+def decode_seconds(work: Work, device: Device, sizes: StepSizes, rows: float) -> float:
     """One token for each of so many rows, of the age that rows have on average."""
-    spread = min(batch.longest - batch.mean, batch.mean)  # lengths are taken to lie evenly around their mean
-    age = (batch.mean**2 + spread**2 / 3) / (2 * batch.mean)
-    held = rows * (batch.prompt + age)
-    counts, ceilings = work.counts, Ceilings(device.flops, device.bandwidth)
+    spread = min(sizes.longest - sizes.mean, sizes.mean)  # lengths are taken to lie evenly around their mean
+    age = (sizes.mean**2 + spread**2 / 3) / (2 * sizes.mean)
+    held = rows * (sizes.prompt + age)
+    operations, ceilings = work.operations, Ceilings(device.flops, device.bandwidth)
     count = max(1, round(rows))
-    floor = ceilings.seconds(counts.decode_flops(count, batch.prompt + age), counts.decode_bytes(count, held))
-    return DECODE * floor + counts.layers * device.decode_layer
+    floor = ceilings.seconds(operations.decode_flops(count, sizes.prompt + age), operations.decode_bytes(count, held))
+    return DECODE * floor + operations.layers * device.decode_layer
 
 
-def train_seconds(work: Work, device: Device, batch: Batch, optimiser_steps: int = 1, forward: bool = False) -> float:
+def train_seconds(
+    work: Work, device: Device, sizes: StepSizes, optimiser_steps: int = 1, forward: bool = False
+) -> float:
     """Once over all responses, forward and backward; ``forward``: only that, as log-probabilities need it."""
-    counts = work.counts
-    flops = counts.train_flops(1, batch.samples, batch.prompt, round(batch.mean), shared=True) * batch.groups
-    head = 6 * batch.rows * batch.mean * counts.head
-    moved = MOVES * work.activation * batch.tokens
+    operations = work.operations
+    flops = operations.train_flops(1, sizes.samples, sizes.prompt, round(sizes.mean), shared=True) * sizes.groups
+    head = 6 * sizes.rows * sizes.mean * operations.head
+    moved = MOVES * work.activation * sizes.tokens
     share = 1.0
     if forward:
         share = 1 / 3
@@ -85,7 +87,9 @@ def train_seconds(work: Work, device: Device, batch: Batch, optimiser_steps: int
         share = 2 / 3
     again = 1 / 3 if work.recompute and not forward else 0.0  # of the layers, not of the head
     products = PRODUCTS * (share * flops + again * (flops - head)) / device.flops
-    least = max(1.0, batch.tokens / work.micro_tokens) * counts.layers * device.train_layer * (1 / 3 if forward else 1)
+    least = (
+        max(1.0, sizes.tokens / work.micro_tokens) * operations.layers * device.train_layer * (1 / 3 if forward else 1)
+    )
     seconds = max(products + (share + again) * moved / device.bandwidth, least)
     if forward:
         return seconds

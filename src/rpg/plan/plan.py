@@ -14,8 +14,8 @@ import torch
 
 from ..costs import devices, memory
 from ..costs.devices import Device
-from ..costs.operations import Counts
-from ..costs.seconds import Batch, Work, rollout_seconds, train_seconds
+from ..costs.operations import Operations
+from ..costs.seconds import StepSizes, Work, rollout_seconds, train_seconds
 from ..loss.methods import Algorithm
 from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
@@ -125,10 +125,10 @@ def plan(
         raise ValueError(f"{config.model} has no attention heads: neither a plan nor the engine knows such a model")
     parts, sizes = _sizes(model.model, config, chosen, rule != "old")
     available = int(memory.SHARE * chosen.memory)
-    counts = Counts.of(model.model, dtype.itemsize)
+    operations = Operations.of(model.model, dtype.itemsize)
     shape = memory.Shape.of(model.model.config.get_text_config())
     work = Work(
-        counts=counts,
+        operations=operations,
         activation=shape.activation_bytes(dtype.itemsize, False, False),
         trained=model.trained,
         frozen=adapted(model.model),
@@ -235,8 +235,8 @@ def _seconds(
 ) -> Seconds:
     rollout = config.rollout
     mean = max(1.0, share * rollout.max_new_tokens)
-    trained = Batch(rollout.prompts, rollout.samples, prompt, mean, rollout.max_new_tokens)
-    tested = Batch(problems, config.eval.k, prompt, mean, rollout.max_new_tokens)
+    trained = StepSizes(rollout.prompts, rollout.samples, prompt, mean, rollout.max_new_tokens)
+    tested = StepSizes(problems, config.eval.k, prompt, mean, rollout.max_new_tokens)
     epochs = config.optim.epochs
     return Seconds(
         rollout=rollout_seconds(work, device, replace(trained, groups=more * rollout.prompts)),
