@@ -6,7 +6,7 @@ r"""How fast and how strict rpg.tasks.verify is, beside math-verify and TRL's ac
 Every item is a different response, so that no cache of verdicts helps; truths repeat, as they do in training (eight
 responses a truth). "math-verify" is verify(parse(truth), parse(response)) with its own time limits, as its README has
 it; "TRL" is trl.rewards.accuracy_reward of the TRL installed (pip install 'rpg-rl[audit]'). The last table takes the
-pairs of tests/tasks/pairs, each judged by hand: where the three differ from that judgement. --fuzz verifies random
+pairs of tests/verify/pairs, each judged by hand: where the three differ from that judgement. --fuzz verifies random
 answers made of fragments of LaTeX, of mutations of true answers and of hostile ones: none may hang, raise or kill.
 """
 
@@ -28,7 +28,7 @@ from rpg.rewards import worker
 from rpg.tasks import Scorer, verify
 from rpg.verify.judge import verdict
 
-PAIRS = Path(__file__).parents[1] / "tests" / "tasks" / "pairs"
+PAIRS = Path(__file__).parents[1] / "tests" / "verify" / "pairs"
 Item = tuple[str, str, bool]  # response, truth, is it right
 SAMPLES = 8  # responses a truth
 ROUNDS = 3  # the best counts: others may be using the machine
