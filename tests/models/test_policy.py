@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import tiny
-from rpg.kernels import interface
+from rpg.kernels import custom_attention
 from rpg.models import BUILTIN, architecture
 from rpg.models import policy as policy_module
 from rpg.models.policy import Policy
@@ -249,7 +249,7 @@ def test_nothing_is_left_behind():
     with pytest.raises(IndexError):
         chosen.score(together()[0] + 10**6, *together()[1:], NUMBERS, recompute=True)
     assert chosen.model.config._attn_implementation == before
-    assert interface._attend.get(None) is None
+    assert custom_attention._attend.get(None) is None
     assert not chosen.model.training
 
 
