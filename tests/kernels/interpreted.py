@@ -15,7 +15,8 @@ TESTS = Path(__file__).resolve().parents[1]
 def interpreted(module: str, seconds: float = 300) -> dict[str, str]:
     """Run every ``check_*`` function of ``kernels.<module>`` under the interpreter: name -> '' or what it raised."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, f"kernels.{module}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-3000:]
