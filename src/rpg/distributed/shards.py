@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.interface import configs_of
+from ..kernels.custom_attention import configs_of
 from ..models.policy import Policy
 from .ranks import World
 
