@@ -71,7 +71,7 @@ def wrong_links(page: Path, text: str) -> Iterator[str]:
             continue
         name, _, anchor = target.partition("#")
         path = page.parent / name if name else page
-        if not path.exists() or not path.resolve().is_relative_to(ROOT):
+        if not path.exists() or not path.method_of().is_relative_to(ROOT):
             yield f"link to {target}: no such file"
         elif anchor and anchor not in _anchors(path, text if path == page else None):
             yield f"link to {target}: no such heading"
@@ -184,7 +184,7 @@ def _wrong_line(args: list[str]) -> Iterator[str]:
     from rpg.cli import build_parser
     from rpg.run.config import Config
     from rpg.run.settings import build, given
-    from rpg.training.setup import resolve
+    from rpg.training.setup import method_of
 
     said = io.StringIO()
     try:
@@ -198,7 +198,7 @@ def _wrong_line(args: list[str]) -> Iterator[str]:
         file = getattr(parsed, "config", None) or getattr(parsed, "recipe", None)
         try:
             file = ROOT / file if file and (ROOT / file).exists() else None
-            resolve(build(Config, file=file, flags=given(parsed, Config)))
+            method_of(build(Config, file=file, flags=given(parsed, Config)))
         except ValueError as error:
             yield str(error)
     if parsed.command == "audit":

@@ -31,9 +31,21 @@ def test_import_is_light_and_fast():
 def test_public_names():
     import rpg
 
-    for name in ("PolicyLoss", "clip", "algorithm", "algorithms", "audit", "mismatch", "Advantage", "LossOutput"):
-        assert name in rpg.__all__
+    public = {"PolicyLoss", "clip", "algorithm", "algorithms", "audit", "mismatch", "Advantage", "LossOutput"}
+    public |= {"train", "evaluate", "Run"}
+    assert public <= set(rpg.__all__) <= set(dir(rpg))
     for name in rpg.__all__:
         assert hasattr(rpg, name)
     assert [round(x, 4) for x in rpg.clip.KL3(delta=0.05, form="k3").bounds()] == [0.7162, 1.3504]
     assert rpg.__version__
+
+
+def test_train_is_a_function_whatever_was_imported_before():
+    program = """
+import rpg.training.loop, rpg.training.evaluate, rpg.commands.train, rpg.api
+import rpg
+from rpg import Run, evaluate, train
+assert rpg.train is train is rpg.api.train and rpg.evaluate is evaluate is rpg.api.evaluate and rpg.Run is Run
+assert rpg.training.loop.train is not train
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,7 +13,7 @@ from rpg.plan.table import duration, verdicts
 from rpg.run.config import Config
 from rpg.run.settings import build
 from rpg.tasks import load_task
-from rpg.training.setup import resolve
+from rpg.training.setup import method_of
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -51,7 +51,7 @@ def test_it_is_what_its_name_says(path):
     config = build(Config, file=path)
     if path.stem != "countdown":
         assert config.algorithm == path.stem
-    assert resolve(config).name == config.algorithm
+    assert method_of(config).name == config.algorithm
     assert load_task(config.task.name).test[0].answer
     assert config.output == f"runs/{path.stem}"
     text = path.read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def test_it_is_what_its_name_says(path):
 
 def test_dr_grpo_divides_by_the_longest_response():
     config = build(Config, file=ROOT / "recipes" / "builtin" / "dr-grpo.yaml")
-    assert resolve(config).loss.constant == config.rollout.max_new_tokens
+    assert method_of(config).loss.constant == config.rollout.max_new_tokens
 
 
 # ---- the paper and GSM8K ---------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_it_can_be_planned(path, monkeypatch):
 @pytest.mark.parametrize("path", PAPER, ids=name_of)
 def test_the_papers_settings(path):
     """Section 5 and appendix H."""
-    config, made = build(Config, file=path), resolve(build(Config, file=path))
+    config, made = build(Config, file=path), method_of(build(Config, file=path))
     rollout, optim = config.rollout, config.optim
     seven = "7b" in path.parent.name
     assert config.model == ("Qwen/Qwen2.5-7B-Instruct" if seven else "Qwen/Qwen3-4B")

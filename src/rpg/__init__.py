@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import audit
+    from .api import Run, evaluate, train
     from .loss import clip, mismatch
     from .loss.advantages import Advantage
     from .loss.methods import Algorithm, algorithm, algorithms
@@ -17,12 +18,15 @@ __all__ = [
     "Algorithm",
     "LossOutput",
     "PolicyLoss",
+    "Run",
     "algorithm",
     "algorithms",
     "audit",
     "clip",
+    "evaluate",
     "logit_score_sq",
     "mismatch",
+    "train",
     "vocabulary_kl",
 ]
 
@@ -32,15 +36,17 @@ _HOME = {
     "Algorithm": "loss.methods",
     "LossOutput": "loss.policy_loss",
     "PolicyLoss": "loss.policy_loss",
+    "Run": "api",
     "algorithm": "loss.methods",
     "algorithms": "loss.methods",
     "audit": "audit",
     "clip": "loss.clip",
+    "evaluate": "api",
     "logit_score_sq": "loss.objective",
     "mismatch": "loss.mismatch",
+    "train": "api",
     "vocabulary_kl": "loss.objective",
 }
-__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:

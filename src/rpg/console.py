@@ -28,8 +28,27 @@ def one_line(prefix: str, kind: type[Exception] = Exception) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise Mistake(f"{prefix}{text}") from error
+        raise Mistake(f"{prefix}{flat_text(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """KeyError: 'x', on one line of bounded length, whatever the exception's own __str__ does."""
+    try:
+        text = " ".join(str(error)[:1000].split())
+    except Exception:
+        text = "(no message: its __str__ raised)"
+    text = text if len(text) <= 200 else text[:199] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def flat_text(error: BaseException) -> str:
+    """All of an error's text on one line; where it has none, its kind."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for errors that go on for pages; where it has none, its kind."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def choose(what: str, name: str, names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ import transformers
 
 import tiny
 from rpg.costs.memory import Memory, choose, estimate, slots_for
+from rpg.distributed.context import RunContext
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
 from rpg.training.batch import make_batch, micro_batches
@@ -187,7 +188,7 @@ def batch():
 
 def test_first_the_engine_gives_then_the_size(batch):
     said, seen, order = [], [], []
-    room = OomRetry(64, release=lambda: order.append("release"), warn=said.append)
+    room = OomRetry(64, release=lambda: order.append("release"), context=RunContext(warn=said.append))
     assert room.run(batch, needs(64, seen)) == 64
     assert not order
     assert not room.released
@@ -204,7 +205,7 @@ def test_a_size_that_no_batch_reaches_is_not_halved_in_vain(batch):
     seen = []
     OomRetry(2**20).run(batch, needs(128, seen))
     assert len(seen) == 2
-    assert [len(list(micro_batches(batch, n))) for n in (seen[0], 2 * seen[1], seen[1])] == [1, 1, 2]
+    assert [len(micro_batches(batch, n)) for n in (seen[0], 2 * seen[1], seen[1])] == [1, 1, 2]
 
 
 def test_sizes_that_are_padded_are_halved_as_such(batch):
@@ -213,8 +214,8 @@ def test_sizes_that_are_padded_are_halved_as_such(batch):
     OomRetry(2**20).run(batch, needs(128, packed))
     room = OomRetry(2**20, packs=False)
     room.run(batch, needs(128, padded))
-    assert padded[1] > packed[1] or len(list(micro_batches(batch, packed[1], packs=False))) > 2
-    assert [len(list(micro_batches(batch, n, packs=False))) for n in (padded[0], 2 * padded[1], padded[1])] == [1, 1, 2]
+    assert padded[1] > packed[1] or len(micro_batches(batch, packed[1], packs=False)) > 2
+    assert [len(micro_batches(batch, n, packs=False)) for n in (padded[0], 2 * padded[1], padded[1])] == [1, 1, 2]
 
 
 def test_the_error_holds_no_tensor(batch):

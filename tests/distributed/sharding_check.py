@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import rpg
 import tiny
+from rpg.distributed.context import RunContext
 from rpg.distributed.ranks import ALONE, World, joined
 from rpg.distributed.shards import ShardedPolicy, gathered, local
 from rpg.loss.methods import Algorithm
@@ -20,9 +21,10 @@ from rpg.models import adapters
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
 from rpg.training.batch import make_batch, with_advantages
+from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import Reference, batch_logp
-from rpg.training.update import Updater, prepared
+from rpg.training.update import Updater
 
 RECOMPUTED = ("llama-tied", "gemma2-final-cap", "gpt2")
 
@@ -55,7 +57,7 @@ def check(name: str, world: World, recompute: bool, method: str | None) -> None:
         assert far < 1e-5, (name, n, float(far))
     for p in policy.model.parameters():
         p.data.zero_()
-    sharded.pour(policy)
+    sharded.copy_into(policy)
     for n, p in policy.parameters():
         assert p.any(), (name, n, "was not filled")
 
@@ -63,14 +65,14 @@ def check(name: str, world: World, recompute: bool, method: str | None) -> None:
 def check_steps(algorithm: Algorithm, world: World) -> None:
     """Two optimiser steps on a batch; their metrics."""
     policy = Policy(tiny.make("llama-tied"), tiny.tokenizer())
-    batch = prepared(make_batch(tiny.groups(policy), 0, policy.device), None, None, needs_ref=True)
+    batch = with_logp(make_batch(tiny.groups(policy), 0, policy.device), None, None, needs_reference=True)
     batch = with_advantages(batch, algorithm.advantage, [0.0] * 3)
     sizes, optim = RolloutConfig(prompts=3, samples=4), OptimConfig(lr=1e-4, minibatches=2, micro_tokens=25, warmup=0)
     config, found = Config(rollout=sizes, optim=optim), []
     sharded = ShardedPolicy(policy, world)
     for trained, where in ((sharded, world), (policy, ALONE)):
-        optimizer = make_optimizer(trained.parameters(), optim, where)
-        updater = Updater(config, algorithm, trained, optimizer, Path(), world=where)
+        optimizer = make_optimizer(trained.parameters(), optim)
+        updater = Updater(config, algorithm.resolve(), trained, optimizer, Path(), context=RunContext(where))
         found.append(updater.update(batch, 1))
     assert found[0].keys() == found[1].keys()
     for name, value in found[1].items():

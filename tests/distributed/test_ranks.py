@@ -16,7 +16,7 @@ from rpg import cli
 from rpg.distributed import ranks
 from rpg.distributed.ranks import ALONE, World, deal, joined, own_device
 from rpg.distributed.shards import refuse_experts
-from rpg.training.batch import Batch, dealt, filler, micro_batches
+from rpg.training.batch import Batch, micro_batches, rank_micro_batches
 from rpg.training.loop import Trainer
 
 
@@ -51,7 +51,7 @@ def make_batch(groups: int, samples: int, seed: int = 0) -> Batch:
 @pytest.mark.parametrize(("size", "tokens"), [(2, 40), (3, 1000), (8, 25)])
 def test_micro_batches_are_dealt_evenly(size: int, tokens: int, packs: bool) -> None:
     batch = make_batch(6, 8)
-    hands = [dealt(batch, tokens, packs, World(rank, size)) for rank in range(size)]
+    hands = [[i for i, _ in rank_micro_batches(batch, tokens, packs, World(rank, size))] for rank in range(size)]
     rows = [[int(i) for part in hand if part is not None for i in part] for hand in hands]
     assert sorted(itertools.chain(*rows)) == list(range(48))  # each row once
     assert len({len(hand) for hand in hands}) == 1  # all make as many passes
@@ -66,15 +66,17 @@ def test_micro_batches_are_dealt_evenly(size: int, tokens: int, packs: bool) -> 
 
 def test_fewer_rows_than_ranks() -> None:
     batch = make_batch(1, 2)
-    hands = [dealt(batch, 100, True, World(rank, 4)) for rank in range(4)]
-    assert sum(hand == [None] for hand in hands) == 2
-    assert len(filler(batch)) == 1
-    assert int(filler(batch).lengths_B) == int(batch.lengths_B.min())
+    hands = [rank_micro_batches(batch, 100, True, World(rank, 4)) for rank in range(4)]
+    idle = [row for ((index, row),) in hands if index is None]
+    assert len(idle) == 2
+    for row in idle:
+        assert len(row) == 1
+        assert int(row.lengths_B) == int(batch.lengths_B.min())
 
 
 def test_alone_nothing_is_exchanged() -> None:
     assert ALONE.gather(3) == [3]
-    assert ALONE.agree("x") == "x"
+    assert ALONE.from_rank0("x") == "x"
     x = torch.ones(2)
     ALONE.add(x)
     assert ALONE.cat(x) is x

@@ -7,9 +7,10 @@ import torch
 
 import rpg
 from engine_vllm.small_models import PROMPTS, make
-from rpg.rollout.vllm import VllmEngine, merged_state, stored_state
+from rpg.models.plain_weights import merged_state, stored_state
+from rpg.rollout.vllm import VllmEngine
 from rpg.run.config import Config, RolloutConfig
-from rpg.training.update import OldLogp
+from rpg.training.old_logp import OldLogp
 
 peft = pytest.importorskip("peft")
 

@@ -137,7 +137,7 @@ def test_an_architecture_that_vllm_does_not_have_is_one_line(start):
 
 def test_a_model_that_vllm_computes_otherwise_is_refused(start, monkeypatch):
     """As with weights of other names than vLLM's: here one layer's are left out."""
-    import rpg.rollout.vllm as module
+    import rpg.models.plain_weights as module
 
     whole = module.merged_state
     monkeypatch.setattr(module, "merged_state", lambda m: ((n, p) for n, p in whole(m) if "layers.1.mlp" not in n))

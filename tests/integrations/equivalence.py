@@ -24,10 +24,11 @@ from rpg.run.config import Config, OptimConfig, RolloutConfig
 from rpg.tasks import Problem
 from rpg.training.batch import Batch, make_batch, with_advantages
 from rpg.training.collect import Group, Response
+from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import batch_logp
-from rpg.training.setup import resolve
-from rpg.training.update import Updater, prepared
+from rpg.training.setup import method_of
+from rpg.training.update import Updater
 
 GROUPS, SAMPLES = 4, 4  # 16 rows: on 2 processes, 4 micro-batches of 2 each
 LONGEST = 12  # tokens of a response
@@ -47,8 +48,7 @@ class Case:
 
     @cached_property
     def method(self) -> Method:
-        config = self.config
-        return resolve(config).resolve(config.rollout.dynamic, config.rollout.overlong, config.reference.update)
+        return method_of(self.config)
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -93,7 +93,7 @@ class Case:
     def rollout_logp(self) -> list[list[float]]:
         """The sampler's own log-probabilities: near theta0's."""
         batch = make_batch(self._groups([[0.0] * len(r) for r in self.responses]), 0, torch.device("cpu"))
-        logp_BT = batch_logp(self.policy(self.theta0), batch, None)
+        logp_BT = batch_logp(self.policy(self.theta0), batch)
         noise_BT = 0.02 * torch.randn(logp_BT.shape, generator=torch.Generator().manual_seed(3))
         return [row[: len(r)].tolist() for row, r in zip(logp_BT + noise_BT, self.responses, strict=True)]
 
@@ -141,9 +141,9 @@ class Case:
     def batch(self) -> Batch:
         """With old, reference and sampler log-probabilities and advantages, as `rpg train` makes it."""
         batch = make_batch(self._groups(self.rollout_logp), 0, torch.device("cpu"))
-        old_BT = batch_logp(self.policy(self.theta0), batch, None)
-        ref_BT = batch_logp(self.policy(self.theta_ref), batch, None) if self.has_reference else None
-        batch = prepared(batch, old_BT, ref_BT, self.method.needs_reference)
+        old_BT = batch_logp(self.policy(self.theta0), batch)
+        ref_BT = batch_logp(self.policy(self.theta_ref), batch) if self.has_reference else None
+        batch = with_logp(batch, old_BT, ref_BT, self.method.needs_reference)
         return with_advantages(batch, self.method.advantage, self.greedy_rewards if self.method.needs_greedy else None)
 
 
@@ -155,7 +155,7 @@ def through_rpg_train(case: Case, accumulation: int = 1) -> tuple[float, dict[st
     optimizer = make_optimizer(policy.parameters(), config.optim)
     gradients: dict[str, Tensor] = {}
 
-    def look(max_norm: float) -> float:
+    def look(*_: object) -> float:
         for name, p in policy.parameters():
             gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
         return 0.0

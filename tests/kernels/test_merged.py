@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import tiny
-from rpg.kernels.merged import Group, adjacent, merge, merging
+from rpg.kernels.merged import MergedProjections, adjacent, merge, merging
 
 IDS = torch.arange(2, 14)[None]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -129,7 +129,7 @@ def test_what_differs_is_left_alone():
         (linear(4, 3), torch.nn.Bilinear(4, 4, 3)),
     ):
         assert merge(torch.nn.ModuleDict(dict(zip(("gate_proj", "up_proj"), pair, strict=True)))) == []
-    assert Group([linear(4, 3)]).held is None
+    assert MergedProjections([linear(4, 3)]).held is None
 
 
 def test_a_layer_that_scales_what_it_adds_is_left_alone():

@@ -13,7 +13,8 @@ from rollout.engines import engine, forward_logp
 from rpg.kernels.fused import fuse
 from rpg.kernels.merged import merge, merging
 from rpg.models import BUILTIN, adapters
-from rpg.models.policy import Policy, head_is_linear
+from rpg.models.architecture import head_is_linear
+from rpg.models.policy import Policy
 from rpg.run.config import OptimConfig, PeftConfig
 from rpg.training.optim import make_optimizer
 

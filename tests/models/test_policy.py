@@ -8,8 +8,8 @@ import torch
 import transformers
 
 import tiny
-from rpg.kernels import interface
-from rpg.models import BUILTIN
+from rpg.kernels import custom_attention
+from rpg.models import BUILTIN, architecture
 from rpg.models import policy as policy_module
 from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine
@@ -171,7 +171,7 @@ def test_packed_padded_and_alone_are_the_same(name):
 
 
 def test_a_model_whose_head_cannot_be_called_apart_is_scored_whole(monkeypatch):
-    monkeypatch.setattr(Policy, "_head_comes_apart", lambda self: False)
+    monkeypatch.setattr(policy_module, "head_comes_apart", lambda model: False)
     chosen = policy("gemma2-final-cap", 0.7)
     assert not chosen.apart
     assert not chosen.packs
@@ -183,14 +183,14 @@ def test_a_model_whose_head_cannot_be_called_apart_is_scored_whole(monkeypatch):
 
 def test_wrong_states_are_noticed(monkeypatch):
     """Positions that are not those of the sequences: rotary attention does not mind, learned ones do."""
-    original = policy_module.pack
+    original = architecture.pack
 
     def shifted(*args):
         found = original(*args)
         found.position_N.add_(3)
         return found
 
-    monkeypatch.setattr(policy_module, "pack", shifted)
+    monkeypatch.setattr(architecture, "pack", shifted)
     assert policy("llama").packs
     assert policy("gpt2").padded_because == "its states are not those of the plain forward pass"
 
@@ -249,7 +249,7 @@ def test_nothing_is_left_behind():
     with pytest.raises(IndexError):
         chosen.score(together()[0] + 10**6, *together()[1:], NUMBERS, recompute=True)
     assert chosen.model.config._attn_implementation == before
-    assert interface._attend.get(None) is None
+    assert custom_attention._attend.get(None) is None
     assert not chosen.model.training
 
 

@@ -119,7 +119,7 @@ def test_memory_counted_by_hand():
 
 def test_a_reference_is_held_where_the_algorithm_wants_one():
     held = plan(replace(QWEN, algorithm="grpo"), "h200")
-    assert held.rule == "frozen"
+    assert held.method.anchor == "frozen"
     assert held.memory.reference == held.memory.weights
     assert held.middle.seconds.logp > 0
     assert plan(QWEN, "h200").middle.seconds.logp == 0

@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from rpg.rewards.scoring import Scorer, _pack, _Worker
-from rpg.rewards.worker import DIED, NOBODY, OK, READY, SPENT
+from rpg.rewards.messages import NO_CALL, Kind
+from rpg.rewards.scoring import Scorer
+from rpg.rewards.worker_process import WorkerProcess, pack_setup
 
 REWARDS = """
 import asyncio, os, threading, time
@@ -131,19 +132,20 @@ def test_what_an_earlier_call_left_behind_is_not_taken_for_a_later_one(rewards):
 @pytest.mark.parametrize("name", ["plain", "later"])
 def test_a_worker_out_of_memory_ends_by_itself(rewards, name):
     """Without being told to: what comes next must not run where there is no memory."""
-    worker = _Worker(_pack([f"{rewards}:{name}"], 4.0, 5.0))
+    worker = WorkerProcess(pack_setup([f"{rewards}:{name}"], 4.0, 5.0))
     worker.socket.setblocking(True)
     worker.socket.settimeout(20.0)
     try:
-        found = list(worker.receive())
+        replies = list(worker.receive())
         worker.send((0, 0, ("ok", "", "")), 5.0)
-        while len(found) < 2:
-            found += worker.receive()
+        while len(replies) < 2:
+            replies += worker.receive()
         worker.send((1, 0, ("bomb", "", "")), 5.0)
-        while len(found) < 3:
-            found += worker.receive()
-        found += worker.receive()
+        while len(replies) < 3:
+            replies += worker.receive()
+        replies += worker.receive()
     finally:
         code = worker.end()
-    assert [(number, outcome[0]) for number, outcome in found] == [(NOBODY, READY), (0, OK), (1, SPENT), (NOBODY, DIED)]
+    ends = [(NO_CALL, Kind.READY), (0, Kind.OK), (1, Kind.OUT_OF_MEMORY), (NO_CALL, Kind.DIED)]
+    assert [(number, outcome[0]) for number, outcome in replies] == ends
     assert code == "exit code 0"

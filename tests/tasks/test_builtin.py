@@ -228,12 +228,13 @@ def test_the_base_model_begins_between_20_and_40_percent(policy):
     from rpg.rollout import NativeEngine
     from rpg.run.config import Config
     from rpg.tasks import Scorer
+    from rpg.training.collect import Sampler
     from rpg.training.evaluate import evaluate
 
     task, config = load_task("arithmetic"), Config()
     with Scorer(task.reward, trusted=True) as scorer:
         engine = NativeEngine(policy.model, policy.tokenizer)
-        (found,) = evaluate(policy, engine, scorer, {task.name: task.test[:128]}, config)
+        (found,) = evaluate(Sampler(policy, engine, scorer, config), {task.name: task.test[:128]})
     assert config.eval.k == 8
     assert 0.2 < found.mean.low < found.mean.mean < found.mean.high < 0.45
     assert found.mean.mean < 0.4

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg.tasks.sources.files import load_file, problems_of, split
+from rpg.tasks.sources.files import Columns, load_file, problems_of, split
 from rpg.tasks.task import Problem
 from rpg.tasks.templates import fill
 
 
 def load(path, **keys):
-    problems, lacking = load_file(path, **keys)
+    problems, lacking = load_file(path, Columns(**keys))
     assert lacking == 0
     return problems
 
@@ -138,15 +138,15 @@ def test_parquet_rows_without_an_answer(tmp_path):
 
 def test_keys_that_only_some_files_have(write):
     path = write('{"prompt": "p", "answer": "a"}')
-    assert load(path, prompt_key="text", answer_key="gold", strict=False) == [Problem("p", "a")]
+    assert load(path, prompt="text", answer="gold", strict=False) == [Problem("p", "a")]
     both = write('{"prompt": "p", "answer": "a", "gold": "g"}')
-    assert load(both, answer_key="gold", strict=False) == [Problem("p", "g")]
+    assert load(both, answer="gold", strict=False) == [Problem("p", "g")]
 
 
 def test_keys_of_your_own(write):
     path = write('{"prompt": "no", "text": "p", "meta": {"gold": 7}, "answer": "no", "a.b": "flat"}')
-    assert load(path, prompt_key="text", answer_key="meta.gold") == [Problem("p", "7")]
-    assert load(path, prompt_key="text", answer_key="a.b") == [Problem("p", "flat")]
+    assert load(path, prompt="text", answer="meta.gold") == [Problem("p", "7")]
+    assert load(path, prompt="text", answer="a.b") == [Problem("p", "flat")]
 
 
 def test_numbers_keep_their_digits(write):
@@ -222,13 +222,13 @@ def test_mistakes_with_files(write, tmp_path):
     refuse(write("a,b", "data.csv"), "data.csv|.jsonl|.json|.parquet")
     (tmp_path / "folder.json").mkdir()
     refuse(tmp_path / "folder.json", "folder.json|directory")
-    refuse(write(GOOD), "data.jsonl:1|no 'text'|'prompt', 'answer'", prompt_key="text")
-    refuse(write(GOOD), "data.jsonl:1|no 'meta.gold'", answer_key="meta.gold")
+    refuse(write(GOOD), "data.jsonl:1|no 'text'|'prompt', 'answer'", prompt="text")
+    refuse(write(GOOD), "data.jsonl:1|no 'meta.gold'", answer="meta.gold")
 
 
 def refuse(path, words, **keys):
     with pytest.raises(ValueError) as error:
-        load_file(path, **keys)
+        load_file(path, Columns(**keys))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
     for word in words.split("|"):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpg.tasks import ENDLESS, Problem, Scorer, Task, load_task
-from rpg.tasks.sources.mixture import Marked, finite, mix, parse, pattern
-from rpg.tasks.sources.tagged import Tagged, tag_of
+from rpg.tasks.sources.mixture import TaggedProblems, finite, mix, parse, pattern
+from rpg.tasks.task import TaggedAnswer, tag_of
 
 
 def score(response, answer, prompt):
@@ -91,7 +91,7 @@ def test_tests_stay_apart_and_one_reward_stays_itself():
     assert task.name == "a+b"
     assert task.notes == ("a: note",)
     assert task.reward is score
-    assert not isinstance(task.train[0].answer, Tagged)
+    assert not isinstance(task.train[0].answer, TaggedAnswer)
     assert len(finite(task.train)) == 6
 
 
@@ -120,7 +120,7 @@ def test_mixtures_of_mixtures_and_of_built_in_tasks():
         assert task.reward(right, problem.answer, problem.prompt) == 1
         assert task.reward(f"x{right}x", problem.answer, problem.prompt) == 0
     assert {p.source for p in task.train[:40]} == {"a", "b", "arithmetic"}
-    assert len(finite(Marked(task.train, 0, "x"))) == 10  # the endless part has none to count
+    assert len(finite(TaggedProblems(task.train, 0, "x"))) == 10  # the endless part has none to count
     assert finite(load_task("arithmetic").train) == []
     assert load_task("arithmetic + countdown").trusted
 
@@ -146,7 +146,7 @@ def test_a_part_without_problems():
 
 
 def test_tags():
-    answer = Tagged("42", (1, "x"))
+    answer = TaggedAnswer("42", (1, "x"))
     again = pickle.loads(pickle.dumps(answer))
     assert (again, again.tag, hash(again)) == ("42", (1, "x"), hash("42"))
     assert tag_of(again) == (1, "x")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rpg.tasks.overlap import BANDS, NEAR, RUN, Index, lines, merge, notes, words, wrapped
+from rpg.tasks.overlap import BANDS, NEAR, RUN, Index, lines, merge, notes, word_list, wrapped
 from rpg.tasks.task import ENDLESS, Problem
 from rpg.tasks.templates import TEMPLATES, fill
 
@@ -35,17 +35,17 @@ def test_the_same_problem(one, other):
     ],
 )
 def test_another_problem(one, other):
-    assert words(one) != words(other)
+    assert word_list(one) != word_list(other)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_what_is_wrapped_around_a_problem_does_not_count(template):
     prompt = "How many primes are below 100? Put them in a box and think about them, step by step."
-    assert words(fill(template, prompt)) == words(prompt)
+    assert word_list(fill(template, prompt)) == word_list(prompt)
     assert wrapped(fill(template, prompt)) == (template != "plain")
     assert not wrapped(prompt)
     verl = prompt + ' Let\'s think step by step and output the final answer after "####".'
-    assert words(verl) == words(prompt)
+    assert word_list(verl) == word_list(prompt)
     assert wrapped(verl)
 
 

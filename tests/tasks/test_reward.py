@@ -120,7 +120,7 @@ def test_where_the_deciding_part_fails_nothing_is_solved(own):
     scores = score({"correct": 1.0, "format": 1.0}, ["\\boxed{42}"], reward=broken, on_error=1.0)
     assert (scores.values, scores.solved) == ([2.0], [False])
     assert scores.messages == [
-        f"correct: RuntimeError: cannot say (test_rewards.py:{broken.__code__.co_firstlineno + 1})"
+        f"correct: RuntimeError: cannot say (test_reward.py:{broken.__code__.co_firstlineno + 1})"
     ]
 
 

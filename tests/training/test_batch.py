@@ -11,9 +11,10 @@ from rpg import clip
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, RolloutConfig
 from rpg.training.batch import make_batch, micro_batches, with_advantages
+from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import batch_logp
-from rpg.training.update import Means, Updater, prepared
+from rpg.training.update import Means, Updater
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def test_rewards_carry_the_overlong_penalty(groups):
 
 
 def test_rows_keep_every_token_and_drop_needless_padding(batch):
-    whole = prepared(batch, None, batch.old_logp_BT * 2, needs_ref=True)
+    whole = with_logp(batch, None, batch.old_logp_BT * 2, needs_reference=True)
     whole = with_advantages(whole, rpg.algorithm("reinforce++").advantage, None)  # one number a token
     index = torch.tensor([7, 2, 10])
     part = whole.rows(index)
@@ -124,7 +125,7 @@ def test_a_policy_that_pads_is_given_no_more_than_asked_for(tmp_path, monkeypatc
     batch = with_advantages(make_batch(tiny.groups(policy), 0, CPU), rpg.algorithm("reinforce").advantage, None)
     seen.clear()
     batch_logp(policy, batch, 30)
-    updater(policy, rpg.algorithm("reinforce"), tmp_path, micro_tokens=30)._gradients(batch, Means(), first=False)
+    updater(policy, rpg.algorithm("reinforce"), tmp_path)._accumulate(batch, Means(), 30)
     assert len(seen) == 8
     assert all(len(ids) * (ids.shape[1] - 1) <= 30 for ids in seen)
 
@@ -137,7 +138,7 @@ def test_nothing_is_laid_out_between_two_passes(policy, batch, tmp_path, monkeyp
     data = with_advantages(batch, rpg.algorithm("reinforce").advantage, None)
     batch_logp(policy, data, 20)
     assert order == ["pack"] * 4 + ["score"] * 4
-    updater(policy, rpg.algorithm("reinforce"), tmp_path, micro_tokens=20)._gradients(data, Means(), first=False)
+    updater(policy, rpg.algorithm("reinforce"), tmp_path)._accumulate(data, Means(), 20)
     policy.model.zero_grad(set_to_none=True)
     assert order[8:] == ["pack"] * 4 + ["score"] * 4
 
@@ -165,17 +166,18 @@ def test_the_greedy_baseline_is_that_of_the_own_group(groups, batch):
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_prepared_knows_the_other_policies(batch):
-    anew, ref = batch.old_logp_BT + 1, batch.old_logp_BT + 2
-    plain = prepared(batch, None, None, needs_ref=False)
+def test_with_logp_knows_the_other_policies(batch):
+    recomputed, ref = batch.old_logp_BT + 1, batch.old_logp_BT + 2
+    plain = with_logp(batch, None, None, needs_reference=False)
     assert plain.ref_logp_BT is None
     assert plain.rollout_logp_BT is None
-    both = prepared(batch, anew, ref, needs_ref=True)
-    assert both.old_logp_BT is anew
+    both = with_logp(batch, recomputed, ref, needs_reference=True)
+    assert both.old_logp_BT is recomputed
     assert both.rollout_logp_BT is batch.old_logp_BT
     assert both.ref_logp_BT is ref
-    assert prepared(batch, anew, None, needs_ref=True).ref_logp_BT is anew  # the reference is the sampling policy
-    assert prepared(batch, None, None, needs_ref=True).ref_logp_BT is batch.old_logp_BT
+    # the reference is the sampling policy
+    assert with_logp(batch, recomputed, None, needs_reference=True).ref_logp_BT is recomputed
+    assert with_logp(batch, None, None, needs_reference=True).ref_logp_BT is batch.old_logp_BT
 
 
 # ---- the gradient ----------------------------------------------------------------------------------------------------
@@ -212,16 +214,16 @@ def gradient(policy):
 def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, policy, batch, tmp_path):
     algorithm = chosen(name)
     ref = batch.old_logp_BT + 0.2 * torch.randn(batch.mask_BT.shape, generator=torch.Generator().manual_seed(1))
-    whole = prepared(batch, None, ref, needs_ref=True)
+    whole = with_logp(batch, None, ref, needs_reference=True)
     whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3])
-    cut = updater(policy, algorithm, tmp_path, micro_tokens=20, lr=0.1)  # CAPO's gate depends on the rate
+    cut = updater(policy, algorithm, tmp_path, lr=0.1)  # CAPO's gate depends on the rate
     assert len(list(micro_batches(whole, 20))) == 4
-    loss, _ = cut._gradients(whole, Means(), first=False)
+    loss, _ = cut._accumulate(whole, Means(), 2**62 if algorithm.loss.control_variate else 20)
     found = gradient(policy)
 
     scored = policy.score(whole.ids_BL, whole.start_B, whole.mask_BT)
     denominator = algorithm.loss.step_denominator(whole.mask_BT)
-    keep = cut._keep(algorithm.loss, whole, scored, denominator) if algorithm.curvature_gate else None
+    keep = cut._keep(algorithm.loss, whole, scored, denominator, None) if algorithm.curvature_gate else None
     if keep is not None:
         assert 0 < keep[whole.mask_BT].float().mean() < 1  # a gate that does something
     out = algorithm.loss(
@@ -237,14 +239,15 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, policy, batch,
 @pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 1), (5, 3)])
 def test_every_row_is_used_once_an_epoch(minibatches, epochs, policy, batch, tmp_path, monkeypatch):
     run = updater(policy, rpg.algorithm("reinforce"), tmp_path, minibatches=minibatches, epochs=epochs, lr=0.0)
-    seen = []
-    monkeypatch.setattr(run, "_gradients", lambda part, means, first: (seen.append((part, first)), (0.0, {}))[1])
+    seen, compared = [], []
+    monkeypatch.setattr(run, "_accumulate", lambda part, *_: (seen.append(part), (0.0, part.old_logp_BT))[1])
+    monkeypatch.setattr("rpg.training.update.engine_mismatch", lambda part, *_: (compared.append(part), {})[1])
     run.update(with_advantages(batch, rpg.algorithm("reinforce").advantage, None), step=1)
     assert len(seen) == minibatches * epochs
-    assert [first for _, first in seen] == [True] + [False] * (len(seen) - 1)
+    assert compared == seen[:1]  # before the first optimiser step
     epochs_rows = []
     for epoch in range(epochs):
-        parts = [part for part, _ in seen[epoch * minibatches : (epoch + 1) * minibatches]]
+        parts = seen[epoch * minibatches : (epoch + 1) * minibatches]
         if minibatches <= 3:  # of the three groups of 4, 3 and 5 none is cut
             assert sorted(g for part in parts for g in part.group_B.unique().tolist()) == [0, 1, 2]
         else:
@@ -261,7 +264,7 @@ def test_the_order_is_decided_by_seed_and_step(policy, batch, tmp_path, monkeypa
     for step in (1, 1, 2):
         run = updater(policy, rpg.algorithm("reinforce"), tmp_path, lr=0.0)
         seen = []
-        monkeypatch.setattr(run, "_gradients", lambda part, means, first: (seen.append(part), (0.0, {}))[1])
+        monkeypatch.setattr(run, "_accumulate", lambda part, *_: (seen.append(part), (0.0, part.old_logp_BT))[1])
         run.update(batch, step)
         orders.append([ids.tolist() for part in seen for ids in part.ids_BL])
     assert orders[0] == orders[1] != orders[2]

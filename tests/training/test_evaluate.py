@@ -10,6 +10,7 @@ from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine, Rollout
 from rpg.run.config import Config, EvalConfig
 from rpg.tasks import Problem, Scorer, load_task
+from rpg.training.collect import Sampler
 from rpg.training.evaluate import estimate, evaluate, pass_at_k
 
 # ---- pass@k ----------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def test_mean_pass_levels_lengths_and_samples(policy):
     engine = Scripted(policy, texts)
     config = Config(eval=EvalConfig(k=k, temperature=0.6, top_p=0.9))
     with Scorer(load_task("arithmetic").reward, trusted=True) as scorer:
-        (found,) = evaluate(policy, engine, scorer, {"arithmetic": problems}, config, keep=2)
+        (found,) = evaluate(Sampler(policy, engine, scorer, config), {"arithmetic": problems}, keep=2)
     metrics = found.metrics()
     assert metrics["eval/arithmetic/mean@5"] == pytest.approx(7 / 15)
     assert metrics["eval/arithmetic/mean@5_low"] < 7 / 15 < metrics["eval/arithmetic/mean@5_high"]
@@ -156,7 +157,7 @@ def test_two_evaluations_of_one_policy_are_the_same_whatever_the_run(policy):
         for seed, slots in ((0, 64), (5, 7)):
             config = Config(seed=seed, eval=EvalConfig(k=2))
             engine = NativeEngine(policy.model, policy.tokenizer, slots)
-            results += evaluate(policy, engine, scorer, {"arithmetic": task.test[:12]}, config)
+            results += evaluate(Sampler(policy, engine, scorer, config), {"arithmetic": task.test[:12]})
     assert results[0].metrics() == results[1].metrics()
     assert results[0].samples == results[1].samples
 
@@ -166,7 +167,7 @@ def test_sets_are_sampled_at_once_and_judged_apart(policy):
     texts = [["answer 2", "answer 2"], ["answer 3", "answer 4"], ["answer 1", "answer 18"]]
     with Scorer(load_task("arithmetic").reward, trusted=True) as scorer:
         engine = Scripted(policy, texts)
-        easy, hard = evaluate(policy, engine, scorer, sets, Config(eval=EvalConfig(k=2)))
+        easy, hard = evaluate(Sampler(policy, engine, scorer, Config(eval=EvalConfig(k=2))), sets)
     assert (easy.task, easy.problems, easy.mean.mean) == ("easy", 2, 0.75)
     assert (hard.task, hard.problems, hard.mean.mean) == ("hard", 1, 0.5)
     assert [s["answer"] for s in hard.samples] == ["18", "18"]

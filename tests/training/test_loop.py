@@ -230,7 +230,7 @@ def test_bfloat16_resumes_bit_for_bit(tmp_path: Path, name: Any) -> None:
 def test_the_mismatch_is_measured_in_every_step(
     tmp_path: Path, setting: Any, recomputed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rpg.training.update.HARMLESS", 1.0)
+    monkeypatch.setattr("rpg.training.old_logp.HARMLESS", 1.0)
     sizes = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, old_logp=setting)
     train(tiny(tmp_path, steps=3, dtype="bfloat16", rollout=sizes))
     found = rows(tmp_path)[1:]
@@ -240,7 +240,7 @@ def test_the_mismatch_is_measured_in_every_step(
 
 
 def test_a_mismatch_that_is_not_harmless_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpg.training.update.HARMLESS", 0.0)
+    monkeypatch.setattr("rpg.training.old_logp.HARMLESS", 0.0)
     train(tiny(tmp_path, dtype="bfloat16"))
     assert [row["old_logp/recomputed"] for row in rows(tmp_path)[1:]] == [1, 1]
 

@@ -8,12 +8,13 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import tiny
+from rpg.distributed.context import RunContext
 from rpg.models.policy import Policy
 from rpg.rollout import Rollout
 from rpg.run.config import Config, EvalConfig, RolloutConfig, TaskConfig
 from rpg.tasks import ENDLESS, Problem, Scorer, Task, load_task
-from rpg.training.collect import Collector, PromptTooLong, encode_prompt
-from rpg.training.setup import check_fit, check_train, held_out, make_scorer, resolve
+from rpg.training.collect import Collector, PromptTooLong, Sampler, encode_prompt
+from rpg.training.setup import check_fit, check_train, held_out, make_scorer, method_of
 
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
@@ -113,10 +114,10 @@ def task(train, test=()):
 
 def test_long_prompts_are_left_out_of_training_and_their_number_is_said(policy):
     said = []
-    assert check_train(policy, task(sized(3, 90, 20, 100, 60)), settings(80), said.append) == 60
+    assert check_train(policy, task(sized(3, 90, 20, 100, 60)), settings(80), RunContext(warn=said.append)) == 60
     assert said == ["2 of 5 prompts are left out: they have more than rollout.max_prompt_tokens=80 tokens"]
     said.clear()
-    assert check_train(policy, task(sized(3, 80)), settings(80), said.append) == 80
+    assert check_train(policy, task(sized(3, 80)), settings(80), RunContext(warn=said.append)) == 80
     assert said == []
     with pytest.raises(PromptTooLong, match=r"90 tokens, more than rollout\.max_prompt_tokens=80"):
         check_train(policy, task(sized(90, 85)), settings(80))
@@ -157,7 +158,7 @@ def test_of_a_mixture_all_parts_that_have_an_end_are_looked_at(policy, tmp_path)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     mixed, said = load_task(f"0.001*{tmp_path}/a.jsonl + 0.999*arithmetic"), []
     assert len(mixed.train) >= ENDLESS
-    assert check_train(policy, mixed, settings(250, template="plain"), said.append) >= 190
+    assert check_train(policy, mixed, settings(250, template="plain"), RunContext(warn=said.append)) >= 190
     assert len(said) <= 1  # the two long ones, unless they are held out
     assert check_train(policy, mixed, settings(500, template="plain")) >= 199
 
@@ -214,7 +215,7 @@ class Engine:
 
 def collector(policy, train, config, scorer, tokens=(5, 1)):
     config = replace(config, algorithm="grpo", rollout=replace(config.rollout, dynamic=False))
-    return Collector(config, resolve(config), policy, Engine(list(tokens)), task(train), scorer)
+    return Collector(config, method_of(config), Sampler(policy, Engine(list(tokens)), scorer, config), task(train))
 
 
 def zero(response, answer, prompt):
@@ -227,14 +228,14 @@ def test_the_collector_leaves_out_what_is_too_long(policy):
         made = collector(policy, train, settings(80), scorer)
         for step in range(4):
             made.collect(step)
-        assert sorted(map(len, made.engine.prompts)) == [3] * 4 + [4] * 4  # each once in every pass
+        assert sorted(map(len, made.sampler.engine.prompts)) == [3] * 4 + [4] * 4  # each once in every pass
         again = collector(policy, train, settings(80), scorer)
         again.collect(0)
         again.collect(1)
         resumed = collector(policy, train, settings(80), scorer)
-        resumed.cursor = replace(again.cursor)
+        resumed.position = replace(again.position)
         resumed.collect(2)
-        assert resumed.engine.prompts == made.engine.prompts[4:6]
+        assert resumed.sampler.engine.prompts == made.sampler.engine.prompts[4:6]
 
 
 class Endless(list):
@@ -251,7 +252,7 @@ def test_endless_prompts_that_are_all_too_long_are_an_error(policy):
             collector(policy, Endless(sized(90)), settings(80), scorer).collect(0)
         made = collector(policy, Endless(sized(90, 3, 4)), settings(80), scorer)
         made.collect(0)
-        assert [len(ids) for ids in made.engine.prompts] == [3, 4]
+        assert [len(ids) for ids in made.sampler.engine.prompts] == [3, 4]
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -11,9 +11,10 @@ from rpg.models import adapters
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, PeftConfig, ReferenceConfig
 from rpg.training.batch import make_batch, with_advantages
+from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
-from rpg.training.reference import Reference, batch_logp, rule_of
-from rpg.training.update import Updater, prepared
+from rpg.training.reference import Reference, batch_logp
+from rpg.training.update import Updater
 
 WITHOUT_KL = {
     "reinforce", "ppo", "dr-grpo", "dapo", "rloo", "remax", "gpg", "gspo", "cispo", "atr-grpo", "capo", "topr", "sapo",
@@ -45,20 +46,20 @@ def same(a, b):
 
 @pytest.mark.parametrize("name", rpg.algorithms())
 def test_auto_is_as_published(name):
-    rule = rule_of(rpg.algorithm(name), ReferenceConfig())
+    rule = rpg.algorithm(name).resolve().anchor
     assert rule == ("frozen" if name in ANCHORED_AT_THE_START else "old")
 
 
 @pytest.mark.parametrize("update", ["old", "every", "kl", "ema", "frozen"])
 @pytest.mark.parametrize("name", rpg.algorithms())
 def test_a_rule_that_is_asked_for_holds_where_there_is_a_kl_term(name, update):
-    rule = rule_of(rpg.algorithm(name), ReferenceConfig(update=update))
+    rule = rpg.algorithm(name).resolve(update=update).anchor
     assert rule == ("old" if name in WITHOUT_KL else update)
 
 
 def test_a_kl_term_of_strength_zero_needs_no_anchor():
     for name in ("grpo", "rpg-urkl", "reinforce++"):
-        assert rule_of(rpg.algorithm(name, beta=0.0), ReferenceConfig(update="frozen")) == "old"
+        assert rpg.algorithm(name, beta=0.0).resolve(update="frozen").anchor == "old"
 
 
 def test_old_holds_no_second_model():
@@ -107,7 +108,7 @@ def test_every_third_step():
         assert renewed == (step in (3, 6))
         held = weights(policy) if renewed else held
         assert same(weights(reference.policy), held)
-    assert reference.renewals == 2
+    assert reference.renewal.renewals == 2
 
 
 def test_when_the_moving_average_of_the_kl_passes_the_target():
@@ -124,7 +125,7 @@ def test_when_the_moving_average_of_the_kl_passes_the_target():
         if renewed:
             renewed_at.append(step)
             held, average = weights(policy), 0.0
-        assert reference.average_kl == pytest.approx(average)
+        assert reference.renewal.average_kl == pytest.approx(average)
         assert same(weights(reference.policy), held)
     assert renewed_at == [3, 5, 9]
 
@@ -173,20 +174,18 @@ def test_state_comes_back(rule):
 @pytest.mark.parametrize("update", ["old", "frozen"])
 @pytest.mark.parametrize("name", sorted(set(rpg.algorithms()) - WITHOUT_KL))
 def test_presets_with_a_kl_term_train_with_either_reference(name, update, tmp_path):
-    policy, algorithm = make_policy(), rpg.algorithm(name)
+    policy, method = make_policy(), rpg.algorithm(name).resolve(update=update)
     config = Config(reference=ReferenceConfig(update=update), optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"))
-    reference = Reference(policy, rule_of(algorithm, config.reference), config.reference)
+    reference = Reference(policy, method.anchor, config.reference)
     batch = make_batch(tiny.groups(policy, noise=0.0), 0, policy.device)
-    needs = "ref_logp" in algorithm.loss.needs or algorithm.advantage.beta > 0
-    batch = prepared(batch, None, reference.logp(batch, 100), needs)
-    assert (batch.ref_logp_BT is None) == (update == "old" and not needs)
+    batch = with_logp(batch, None, reference.logp(batch, 100), method.needs_reference)
+    assert (batch.ref_logp_BT is None) == (update == "old" and not method.needs_reference)
     if batch.ref_logp_BT is not None:  # nothing has moved yet
         assert torch.allclose(batch.ref_logp_BT, batch.old_logp_BT, atol=1e-4)
-    batch = with_advantages(batch, algorithm.advantage, None)
+    batch = with_advantages(batch, method.advantage, None)
     before = weights(policy)
-    metrics = Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), tmp_path).update(
-        batch, 1
-    )
+    optimizer = make_optimizer(policy.parameters(), config.optim)
+    metrics = Updater(config, method, policy, optimizer, tmp_path).update(batch, 1)
     assert metrics["skipped"] == 0
     assert metrics["lr"] == 1e-2
     assert not same(weights(policy), before)

@@ -11,13 +11,15 @@ from safetensors.torch import load_file
 import rpg
 import tiny
 from rpg import clip
+from rpg.distributed.context import RunContext
 from rpg.loss.clip import curvature_keep
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, RolloutConfig
 from rpg.training.batch import make_batch, micro_batches, with_advantages
+from rpg.training.old_logp import HARMLESS, OldLogp, with_logp
 from rpg.training.optim import learning_rate, make_optimizer
 from rpg.training.reference import batch_logp
-from rpg.training.update import HARMLESS, Means, OldLogp, Updater, prepared
+from rpg.training.update import Means, Updater
 
 
 def make_policy(name="llama-tied", **how):
@@ -28,12 +30,17 @@ def make_run(policy, folder, algorithm="reinforce", steps=4, **optim):
     algorithm = rpg.algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     sizes = RolloutConfig(prompts=3, samples=4)  # those of tiny.groups
     config = Config(steps=steps, rollout=sizes, optim=OptimConfig(**{"schedule": "constant", **optim}))
-    return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), folder)
+    messages = []
+    context = RunContext(warn=messages.append)
+    optimizer = make_optimizer(policy.parameters(), config.optim)
+    run = Updater(config, algorithm, policy, optimizer, folder, context=context)
+    run.messages = messages
+    return run
 
 
 def make_data(policy, algorithm="reinforce", **how):
     batch = make_batch(tiny.groups(policy, **how), 0, policy.device)
-    batch = prepared(batch, None, None, needs_ref=True)
+    batch = with_logp(batch, None, None, needs_reference=True)
     return with_advantages(batch, rpg.algorithm(algorithm).advantage, [0.0] * 3)
 
 
@@ -57,7 +64,7 @@ def test_a_loss_that_is_not_finite_skips_its_step_and_keeps_its_batch(estimator,
     batch, before = spoilt(make_data(policy), [3]), weights(policy)
     metrics = run.update(batch, step=7)
     assert metrics["skipped"] == 1
-    assert run.bad_steps == 1
+    assert run.progress.bad_steps == 1
     assert torch.equal(weights(policy), before)
     assert not run.optimizer.optimizer.state
     assert all(p.grad is None for p in policy.model.parameters())
@@ -86,7 +93,7 @@ def test_bad_steps_are_counted_in_a_row(tmp_path):
     seen = []
     for step, batch in enumerate([bad, bad, good, bad, good], start=1):
         run.update(batch, step)
-        seen.append(run.bad_steps)
+        seen.append(run.progress.bad_steps)
     assert seen == [1, 2, 0, 1, 0]
 
 
@@ -95,7 +102,7 @@ def test_after_too_many_bad_steps_nothing_more_is_done(tmp_path):
     run = make_run(policy, tmp_path, minibatches=4, epochs=2, max_bad_steps=3)
     batch, before = make_data(policy), weights(policy)
     metrics = run.update(replace(batch, advantage=torch.full_like(batch.advantage, math.nan)), 1)
-    assert metrics["skipped"] == run.bad_steps == 3
+    assert metrics["skipped"] == run.progress.bad_steps == 3
     assert len(list((tmp_path / "bad").glob("*.safetensors"))) == 3
     assert torch.equal(weights(policy), before)
 
@@ -108,7 +115,8 @@ def test_one_bad_minibatch_does_not_stop_the_others(tmp_path):
     metrics = run.update(spoilt(make_data(policy, "dapo"), [5]), 1)
     assert metrics["skipped"] == 1
     assert len(steps) == 11
-    assert run.bad_steps == 0 or len(list((tmp_path / "bad").glob("*-11.json"))) == 1  # the last one may be the bad one
+    last_is_bad = len(list((tmp_path / "bad").glob("*-11.json"))) == 1
+    assert run.progress.bad_steps == 0 or last_is_bad
     assert weights(policy).isfinite().all()
     assert not torch.equal(weights(policy), before)
 
@@ -186,7 +194,7 @@ def test_the_mismatch_where_old_was_computed_anew(tmp_path):
     policy = make_policy()
     data = make_data(policy, noise=0.0)
     engine = data.old_logp_BT + 0.2 * data.mask_BT
-    data = prepared(replace(data, old_logp_BT=engine), batch_logp(policy, data, 1000), None, needs_ref=False)
+    data = with_logp(replace(data, old_logp_BT=engine), batch_logp(policy, data, 1000), None, needs_reference=False)
     found = make_run(policy, tmp_path, minibatches=2, micro_tokens=30, lr=0.0).update(data, 1)
     assert found["mismatch/max_log_ratio"] == pytest.approx(0.2, abs=1e-4)
     assert found["mismatch/kl"] == pytest.approx(math.exp(-0.2) - 1 + 0.2, rel=1e-2)
@@ -241,8 +249,8 @@ def test_an_adaptive_clip_is_fitted_on_the_whole_minibatch(level, tmp_path):
     algorithm = rpg.algorithm("rpg-reinforce-urkl", clip=rule, level=level, reduction="seq-mean-token-sum")
     data = make_data(policy)
     run = make_run(policy, tmp_path, algorithm, micro_tokens=25)
-    parts = [data.rows(index) for index in micro_batches(data, 25)]
-    fitted = run._fitted(parts).clip.bounds()
+    micro = [(index, data.rows(index)) for index in micro_batches(data, 25)]
+    fitted = run._fitted(micro).clip.bounds()
     log_w = batch_logp(policy, data, 1000) - data.old_logp_BT
     if level == "token":
         whole = rule.fit(log_w, data.mask_BT)
@@ -251,7 +259,7 @@ def test_an_adaptive_clip_is_fitted_on_the_whole_minibatch(level, tmp_path):
         sums = sums if level == "sequence" else sums / data.mask_BT.sum(-1)
         whole = rule.fit(sums, torch.ones_like(sums))
     assert fitted == pytest.approx(whole.bounds(), rel=1e-4)
-    assert len({rule.fit((batch_logp(policy, p, 99) - p.old_logp_BT), p.mask_BT).bounds() for p in parts}) > 1
+    assert len({rule.fit((batch_logp(policy, p, 99) - p.old_logp_BT), p.mask_BT).bounds() for _, p in micro}) > 1
 
 
 def test_capo_gates_tokens_by_curvature_at_the_head(tmp_path):
@@ -263,8 +271,8 @@ def test_capo_gates_tokens_by_curvature_at_the_head(tmp_path):
     for step, lr in ((1, 0.05), (2, 3e-5)):  # plain at first, then with Adam's second moments
         scored = policy.score(data.ids_BL, data.start_B, data.mask_BT)
         run.optimizer.param_groups[0]["lr"] = lr
-        rule = run.algorithm.loss
-        gates.append(run._keep(rule, data, scored, rule.step_denominator(data.mask_BT)))
+        rule = run.method.loss
+        gates.append(run._keep(rule, data, scored, rule.step_denominator(data.mask_BT), run._curvature()))
         row, t = data.mask_BT.nonzero(as_tuple=True)
         head = policy.model.lm_head.weight
         state, scale = run.optimizer.state_of(head), None
@@ -401,7 +409,7 @@ def test_out_of_memory_changes_the_size_and_nothing_else(backward, tmp_path):
         found[case] = weights(policy), rows, run
     (short, rows, run), (cut, cut_rows, _), (whole, whole_rows, _) = found.values()
     assert run.policy.sizes[:2] == [4, 5]
-    assert run.room.tokens == 12
+    assert run.oom_retry.tokens == 12
     assert run.messages == ["out of memory: micro-batches of 12 tokens from here on"]
     assert torch.equal(short, cut)
     assert rows == cut_rows
@@ -430,7 +438,7 @@ def test_what_cannot_be_cut_is_not(tmp_path):
     run = make_run(policy, tmp_path, algorithm, minibatches=1)
     with pytest.raises(torch.OutOfMemoryError):
         run.update(make_data(make_policy()), 1)
-    assert run.room.tokens == 1024
+    assert run.oom_retry.tokens == 1024
 
 
 # ---- the overlong zone -----------------------------------------------------------------------------------------------
@@ -441,5 +449,5 @@ def test_an_overlong_zone_as_long_as_the_response_is_refused_at_the_start():
 
     config = Config(rollout=RolloutConfig(max_new_tokens=16, overlong_tokens=16))
     with pytest.raises(ValueError, match=r"^rollout.overlong_tokens must be below max_new_tokens, 16; got 16[^\n]*$"):
-        Collector(config, rpg.algorithm("dapo"), None, None, None, None)
-    Collector(config, rpg.algorithm("grpo"), None, None, None, None)  # has no such penalty
+        Collector(config, rpg.algorithm("dapo").resolve(), None, None)
+    Collector(config, rpg.algorithm("grpo").resolve(), None, None)  # has no such penalty

@@ -16,7 +16,7 @@ from ..run.config import Config, OptimConfig, RolloutConfig
 from ..training.batch import Batch
 from ..training.optim import make_optimizer
 from ..training.reference import batch_logp
-from ..training.setup import resolve
+from ..training.setup import method_of
 from ..training.update import Updater
 from .synthetic import Sizes, make_model, make_tokenizer, random_prompts, vocabulary
 from .table import Quantity, Section, Target
@@ -89,7 +89,7 @@ def _seconds(model: Any, sizes: Sizes, recompute: bool) -> float:
     optimizer = make_optimizer(policy.parameters(), optim)
     batch = make_batch(policy, sizes)
     with TemporaryDirectory(prefix="rpg-bench-") as folder:
-        updater = Updater(config, resolve(config), policy, optimizer, Path(folder))
+        updater = Updater(config, method_of(config), policy, optimizer, Path(folder))
         steps = iter(range(1, 1000))
 
         def update() -> None:

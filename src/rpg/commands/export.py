@@ -118,10 +118,9 @@ def _copy_model(folder: Path) -> None:
 def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[str]:
     from ..export import data, verl
     from ..export.overrides import FOLDER
-    from ..export.recipe import method_of
     from ..export.reward import reward_file
     from ..tasks import load_task
-    from ..training.setup import held_out
+    from ..training.setup import held_out, method_of
 
     start = _start(args, config)
     at_home, (start, shipped) = start.model, _shipped_model(start, FOLDER)

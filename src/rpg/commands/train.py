@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..api import configure, evaluation_config, fit
 from ..console import Mistake, clock, first_of_launch, printed, several
 from ..run.config import Config
-from ..run.settings import add_flags, build, given
+from ..run.settings import add_flags, given
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,21 +50,15 @@ def add_train(commands: Any) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    flags, stack = given(args, Config), contextlib.ExitStack()
+    stack = contextlib.ExitStack()
     try:
-        file = args.config
-        if args.resume and file is None:
-            folder = Path(flags.get("output", Config.output))
-            file = folder / "config.yaml"
-            if not file.exists():
-                raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
-        config = build(Config, file=file, flags=flags)
+        config = configure(args.config, flags=given(args, Config), resume=args.resume)
         if args.dry_run is not None:
             if several():
                 raise ValueError("--dry-run plans for one process: leave torchrun out (docs/multi-gpu.md for several)")
             return _dry_run(config, args.dry_run, args.resume)
         from ..distributed.ranks import joined
-        from ..training.loop import Failed, train
+        from ..training.loop import Failed
 
         world = stack.enter_context(joined(config.device))
     except ValueError as error:
@@ -73,7 +68,7 @@ def run_train(args: argparse.Namespace) -> int:
         raise Mistake(str(error)) from error
     with stack:
         try:
-            summary = train(config, resume=args.resume, world=world)
+            summary = fit(config, resume=args.resume, world=world)
         except Failed as error:
             return world.failed(str(error), 2 if error.setup else 1)
         if world.first:
@@ -138,7 +133,9 @@ def add_eval(commands: Any) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     try:
-        config = _eval_config(args)
+        names = ("k", "problems", "temperature", "top_p", "max_new_tokens", "reward", "checkpoint")
+        options = {name: getattr(args, name) for name in names}
+        config = evaluation_config(args.model, args.task, flags=given(args, Config), warn=_warn, **options)
         from ..training.evaluate import evaluate_model
 
         evaluations = evaluate_model(config)
@@ -152,57 +149,8 @@ def run_eval(args: argparse.Namespace) -> int:
     return 0
 
 
-def _eval_config(args: argparse.Namespace) -> Config:
-    flags = given(args, Config)
-    run = Path(args.model)
-    if not run.exists() and "/" in args.model and any(run.parent.glob("*/config.yaml")):
-        raise ValueError(f"there is no run {run} (and {run.parent} holds others)")
-    config = build(Config, file=run / "config.yaml" if (run / "config.yaml").is_file() else None, flags=flags)
-    if (run / "config.yaml").is_file():
-        config = replace(config, model=str(_checkpoint(run, args.checkpoint) / "model"))
-    elif any((run / "model" / name).is_file() for name in ("config.json", "adapter_config.json")):
-        config = replace(config, model=str(run / "model"))
-    else:
-        config = replace(config, model=args.model)
-    task = config.task
-    if args.task is not None:
-        task = replace(task, name=args.task, test=args.task, reward=None, rewards={})
-    if args.reward is not None:
-        task = replace(task, reward=args.reward)
-    chosen = {"temperature": args.temperature, "top_p": args.top_p}
-    evaluation = replace(config.eval, k=args.k, problems=args.problems, **_set(chosen))
-    rollout = replace(config.rollout, **_set({"max_new_tokens": args.max_new_tokens}))
-    return replace(config, task=task, eval=evaluation, rollout=rollout)
-
-
-def _set(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _checkpoint(run: Path, which: str) -> Path:
-    from ..run import checkpoint
-    from ..training.summary import best_of
-
-    folders = checkpoint.folders(run / "checkpoints")
-    if not folders:
-        raise ValueError(f"{run} has no checkpoint yet")
-    if which in ("best", "last"):
-        newest = checkpoint.load(run / "checkpoints", lambda text: print(f"rpg eval: {text}", file=sys.stderr))
-        if newest is None:
-            raise ValueError(f"{run} has no checkpoint that is whole")
-        if which == "last":
-            return newest.folder
-        evals = [e for e in newest.state["evals"] if e["step"] in folders]
-        step = best_of(evals)["step"] if evals else newest.step
-    elif which.isdigit() and int(which) in folders:
-        step = int(which)
-    else:
-        raise ValueError(
-            f"{run} has no checkpoint {which!r}; it has best, last, {', '.join(map(str, sorted(folders)))}"
-        )
-    if problem := checkpoint.verify(folders[step]):
-        raise ValueError(f"{folders[step]}: {problem}")
-    return folders[step]
+def _warn(text: str) -> None:
+    print(f"rpg eval: {text}", file=sys.stderr)
 
 
 def _show(evaluations: list[Evaluation], config: Config) -> None:

@@ -110,15 +110,20 @@ def _reference(weights: list[tuple[int, int]], trained: list[tuple[int, int]], a
 
 
 def slots_for(
-    model: Any, config: Config, available: int, held: bool, trained: bool = True, world: World = ALONE
+    model: Any, config: Config, available: int | None, held: bool, trained: bool = True, world: World = ALONE
 ) -> int:
-    """Half of what weights and, where it is trained, optimiser and gradients leave goes to keys and values, half to
-    activations. Where that is room for few, as with long responses, activations get no more than they need."""
+    """As the settings say, else as many as are worth it and fit; ``available`` None: on a CPU.
+
+    Half of what weights and, where it is trained, optimiser and gradients leave goes to keys and values, half to
+    activations. Where that is room for few, as with long responses, activations get no more than they need.
+    """
+    if config.rollout.slots is not None or available is None:
+        return config.rollout.slots or CPU_SLOTS
     optim = config.optim
     recompute = can_recompute(model) if optim.recompute is None else optim.recompute
     memory = estimate(model, config, optim.micro_tokens or ENOUGH_TOKENS, recompute, held, logits=False, world=world)
     fixed = memory.total - memory.cache - memory.activations if trained else memory.weights
-    each = max(1, memory.cache // (config.rollout.slots or MOST_SLOTS))
+    each = max(1, memory.cache // MOST_SLOTS)
     slots = max(0, available - fixed) // 2 // each
     if trained:
         slots = max(slots, min(SLOTS, (available - fixed - memory.activations) // each))
@@ -167,13 +172,16 @@ class Shape:
 
 
 def choose(
-    model: Any, config: Config, available: int, reference: bool, logits: bool, world: World = ALONE
+    model: Any, config: Config, available: int | None, reference: bool, logits: bool, world: World = ALONE
 ) -> tuple[int, bool]:
-    """Tokens of a micro-batch, and whether activations are recomputed, where ``available`` bytes are there in all.
+    """Tokens of a micro-batch, and whether activations are recomputed, where ``available`` bytes are there in all. As
+    the settings say; None: on a CPU, whose memory is not planned.
 
     The largest power of two that fits; where that is below ENOUGH_TOKENS, what fits with recomputation.
     """
     optim = config.optim
+    if available is None:
+        return optim.micro_tokens or CPU_TOKENS, bool(optim.recompute)
 
     def largest(recompute: bool) -> int:
         if optim.micro_tokens is not None:
@@ -202,6 +210,8 @@ def can_recompute(model: Any) -> bool:
     return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
 
 
-def available_bytes(device: torch.device) -> int:
-    """Of a GPU, to plan with: what is free and what this process has."""
+def available_bytes(device: torch.device) -> int | None:
+    """Of a GPU, to plan with: what is free and what this process has. None: a CPU."""
+    if device.type != "cuda":
+        return None
     return int(SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))

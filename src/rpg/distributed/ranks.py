@@ -1,7 +1,7 @@
 """The processes of a run: one, or those that torchrun has started on this machine, a GPU each.
 
 Every rank knows everything (groups, batch, metrics, cursor) and works on its share of it. Work that a rank does by
-itself goes through ``together``: what fails on one rank fails on all. What fails elsewhere, between two collective
+itself goes through ``fail_together``: what fails on one rank fails on all. What fails elsewhere, between two collective
 operations, is noticed by a thread of every other rank, which ends it: nobody waits for a rank that is gone.
 """
 
@@ -51,7 +51,7 @@ class World:
         self._store = store
         self.host: Any = None  # the group for objects; None: the default one
         self._over = threading.Event()
-        self.last_words: Callable[[str, str], None] = lambda text, status: None  # before the watcher ends this process
+        self.on_failure: Callable[[str, str], None] = lambda text, status: None  # before the watcher ends this process
 
     @property
     def first(self) -> bool:
@@ -64,19 +64,19 @@ class World:
         """Everybody's, by rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.host)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host)
+        return values
 
-    def agree(self, value: T) -> T:
-        """The first rank's."""
+    def from_rank0(self, value: T) -> T:
+        """The first rank's value."""
         if self.size == 1:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, src=0, group=self.host)
-        return found[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host)
+        return values[0]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def fail_together(self, work: Callable[[], T]) -> T:
         """Work without collective operations. Where it raises on one rank, it raises on all."""
         if self.size == 1:
             return work()
@@ -93,9 +93,9 @@ class World:
                 raise RankFailed(text if rank == 0 else f"rank {rank}: {text}")
         return result  # type: ignore[return-value]
 
-    def by_first(self, work: Callable[[], object]) -> None:
+    def on_rank0(self, work: Callable[[], object]) -> None:
         """Done by the first rank, while the others wait."""
-        self.together(lambda: work() if self.first else None)
+        self.fail_together(lambda: work() if self.first else None)
 
     # ---- tensors, on the device --------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class World:
                 return
             if self.first:
                 text = _told(**about)
-                self.last_words(text, "stopped" if about["code"] == STOPPED else "failed")
+                self.on_failure(text, "stopped" if about["code"] == STOPPED else "failed")
                 print(f"rpg train: {text}", file=sys.stderr, flush=True)
                 store.set(TOLD, "0")
             _leave(about["code"])

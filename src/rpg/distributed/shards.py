@@ -1,7 +1,7 @@
 """Weights spread over the ranks: FSDP2 through torch's own API (``fully_shard``), a group for every decoder layer.
 
 A sharded policy has no weights of its own but a part of each, by rows: parameters, gradients and what the optimiser
-keeps are DTensors or their local parts. A whole copy for sampling stays beside it, and is filled by ``pour``.
+keeps are DTensors or their local parts. A whole copy for sampling stays beside it, and is filled by ``copy_into``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.interface import configs_of
+from ..kernels.custom_attention import configs_of
 from ..models.policy import Policy
 from .ranks import World
 
@@ -38,8 +38,8 @@ def like(part: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     mesh, places = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    made: Tensor = DTensor.from_local(part, mesh, places, shape=parameter.shape, stride=parameter.stride())
-    return made
+    whole: Tensor = DTensor.from_local(part, mesh, places, shape=parameter.shape, stride=parameter.stride())
+    return whole
 
 
 def cut(whole: Tensor, parameter: Tensor) -> Tensor:
@@ -47,19 +47,19 @@ def cut(whole: Tensor, parameter: Tensor) -> Tensor:
     if not is_sharded(parameter) or not whole.dim():
         return whole
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
-    rank, parts = mesh.get_local_rank(), whole.chunk(mesh.size())
-    return parts[rank] if rank < len(parts) else whole[:0]
+    rank, chunks = mesh.get_local_rank(), whole.chunk(mesh.size())
+    return chunks[rank] if rank < len(chunks) else whole[:0]
 
 
 @torch.no_grad()
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Whole tensors, one after the other, on the CPU of the ranks that ``keep`` them. All ranks have to call it."""
-    found: dict[str, Tensor] = {}
+    wholes: dict[str, Tensor] = {}
     for name, x in tensors.items():
         whole = x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
         if keep:
-            found[name] = whole.cpu()
-    return found
+            wholes[name] = whole.cpu()
+    return wholes
 
 
 @contextmanager
@@ -124,9 +124,9 @@ class ShardedPolicy(Policy):
         within: Callable[[], AbstractContextManager[Any]],
         recompute: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        found: tuple[Tensor, Tensor, Tensor | None]
-        found = self.model._rpg_compute(inputs, state_N, target_N, within, recompute)
-        return found
+        out: tuple[Tensor, Tensor, Tensor | None]
+        out = self.model._rpg_compute(inputs, state_N, target_N, within, recompute)
+        return out
 
     def _compute_whole(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Within FSDP's hooks, which do not like views."""
@@ -137,11 +137,11 @@ class ShardedPolicy(Policy):
         return self.model.forward(**inputs)  # the hooks are those of _rpg_compute
 
     @torch.no_grad()
-    def pour(self, policy: Policy) -> None:
+    def copy_into(self, policy: Policy) -> None:
         """The trained weights into the policy that is whole, one after the other."""
-        for (name, own), (other, place) in zip(self.parameters(), policy.parameters(), strict=True):
-            assert name == other
-            place.copy_(own.full_tensor())  # type: ignore[attr-defined]
+        for (name, shard), (whole_name, whole) in zip(self.parameters(), policy.parameters(), strict=True):
+            assert name == whole_name
+            whole.copy_(shard.full_tensor())  # type: ignore[attr-defined]
 
     def save(self, folder: Any) -> None:
         raise NotImplementedError("the whole policy is what is saved")
@@ -155,19 +155,22 @@ def _sharded_copy(model: Any, world: World, frozen: bool) -> Any:
     assert world.device is not None
     if not frozen:
         refuse_experts(model)
-    made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    sharded = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     mesh = init_device_mesh(world.device.type, (world.size,))
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     try:
-        for layer in layers_of(made):
+        for layer in layers_of(sharded):
             fully_shard(layer, reshard_after_forward=True, **how)
-        fully_shard(made, reshard_after_forward=frozen, **how)
+        fully_shard(sharded, reshard_after_forward=frozen, **how)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(f"{type(model).__name__} cannot be sharded: {' '.join(str(error).split())}") from error
-    for module in (made, *layers_of(made)):  # gradients are added, not averaged: the loss has the step's denominator
+    for module in (
+        sharded,
+        *layers_of(sharded),
+    ):  # gradients are added, not averaged: the loss has the step's denominator
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return made.requires_grad_(False) if frozen else made
+    return sharded.requires_grad_(False) if frozen else sharded
 
 
 def refuse_experts(model: Any) -> None:

@@ -21,9 +21,9 @@ def generate(
         return engine.generate(prompts, n, *args, **options)
     hands = deal(prompts, world.size)
     mine = [prompts[i] for i in hands[world.rank]]
-    found = world.together(lambda: engine.generate(mine, n, *args, **options))
+    groups = world.fail_together(lambda: engine.generate(mine, n, *args, **options))
     out: list[list[Rollout]] = [[] for _ in prompts]
-    for hand, packed in zip(hands, world.gather(_packed(found)), strict=True):
+    for hand, packed in zip(hands, world.gather(_packed(groups)), strict=True):
         rollouts = _unpacked(packed)
         for place, i in enumerate(hand):
             out[i] = rollouts[place * n : (place + 1) * n]
@@ -42,8 +42,8 @@ def _packed(groups: list[list[Rollout]]) -> tuple[Any, ...]:
 def _unpacked(packed: tuple[Any, ...]) -> list[Rollout]:
     lengths, tokens, logp, finished = packed
     ends = np.cumsum(lengths)[:-1]
-    parts = zip(np.split(tokens, ends), np.split(logp, ends), finished, strict=False)
-    return [Rollout(t.tolist(), p.tolist(), done) for t, p, done in parts]
+    rollouts = zip(np.split(tokens, ends), np.split(logp, ends), finished, strict=False)
+    return [Rollout(t.tolist(), p.tolist(), done) for t, p, done in rollouts]
 
 
 def score(world: World, scorer: Scorer, items: Sequence[tuple[str, str, str]]) -> Scores:
@@ -51,15 +51,15 @@ def score(world: World, scorer: Scorer, items: Sequence[tuple[str, str, str]]) -
     if world.size == 1:
         return scorer.score(items)
     mine = items[world.rank :: world.size]
-    parts = world.gather(world.together(lambda: scorer.score(mine)))
+    by_rank = world.gather(world.fail_together(lambda: scorer.score(mine)))
     whole = Scores([0.0] * len(items), {}, [], [False] * len(items))
-    whole.parts.update((name, [0.0] * len(items)) for part in parts for name in part.parts)
-    for rank, part in enumerate(parts):
+    whole.parts.update((name, [0.0] * len(items)) for share in by_rank for name in share.parts)
+    for rank, share in enumerate(by_rank):
         at = slice(rank, None, world.size)
-        whole.values[at], whole.solved[at] = part.values, part.solved
-        for name, values in part.parts.items():
+        whole.values[at], whole.solved[at] = share.values, share.solved
+        for name, values in share.parts.items():
             whole.parts[name][at] = values
-        for name, number in part.failures.items():
+        for name, number in share.failures.items():
             whole.failures[name] = whole.failures.get(name, 0) + number
-        whole.messages.extend(text for text in part.messages if text not in whole.messages)
+        whole.messages.extend(text for text in share.messages if text not in whole.messages)
     return whole

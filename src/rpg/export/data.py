@@ -70,7 +70,8 @@ def load_tokenizer(model: str, config: Config) -> tuple[Any, int | None]:
     """The model's tokenizer, and the tokens it was made for, where it says so. The weights are not read."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from ..models.loading import SHARED, explain
+    from ..models.errors import explain
+    from ..models.loading import SHARED
 
     options = {name: value for name, value in config.model_options.items() if name in SHARED}
     try:

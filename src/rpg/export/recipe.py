@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..loss.methods import Method
 from ..run.config import Config
-from ..training.setup import resolve
 from .start import Start
 
 GPU_TOKENS = 32768  # in one pass of training, where the recipe does not say
-
-
-def method_of(config: Config) -> Method:
-    rollout = config.rollout
-    return resolve(config).resolve(rollout.dynamic, rollout.overlong, config.reference.update)
 
 
 def refuse(config: Config, engine: str, reasons: dict[str, Any]) -> None:

@@ -21,8 +21,8 @@ from ..run.config import Config
 from ..tasks import Scorer, Task
 from ..tasks.reward import make_reward, well_formed
 from ..tasks.sources.gym import GymReward
-from ..tasks.sources.mixture import ByPart
-from ..tasks.sources.tagged import Tagged
+from ..tasks.sources.mixture import RewardByPart
+from ..tasks.task import TaggedAnswer
 from ..tasks.templates import template_text
 
 GATHER = 0.005  # seconds in which calls that come at about the same time are taken together
@@ -92,7 +92,7 @@ def described(function: Any) -> Any:
     """A reward function as what ``loaded`` takes: its name, or a list of names where the parts of a mixture differ."""
     if isinstance(function, str):
         return function
-    if isinstance(function, ByPart):
+    if isinstance(function, RewardByPart):
         return [described(reward) for reward in function.rewards]
     if isinstance(function, partial) and function.func is well_formed:
         return {"format": list(function.keywords["asked"])}
@@ -107,7 +107,7 @@ def described(function: Any) -> Any:
 def loaded(text: Any, here: Path) -> Any:
     """The function again; files that were copied lie in ``here``."""
     if isinstance(text, list):
-        return ByPart([loaded(one, here) for one in text])
+        return RewardByPart([loaded(one, here) for one in text])
     if isinstance(text, Mapping):
         if "format" in text:
             return partial(well_formed, asked=tuple(text["format"]))
@@ -128,7 +128,7 @@ def _tuples(value: Any) -> Any:
 
 def tag_text(answer: str) -> str:
     """What an answer carries besides its text, as JSON; '' for nothing."""
-    if not isinstance(answer, Tagged):
+    if not isinstance(answer, TaggedAnswer):
         return ""
     tag = answer.tag
     if isinstance(tag, tuple):  # (part of a mixture, the part's own answer)
@@ -144,7 +144,7 @@ def with_tag(answer: str, text: str) -> str:
     if not text:
         return answer
     tag = json.loads(text)
-    return Tagged(answer, (tag["part"], with_tag(answer, tag["tag"])) if "part" in tag else tag["entry"])
+    return TaggedAnswer(answer, (tag["part"], with_tag(answer, tag["tag"])) if "part" in tag else tag["entry"])
 
 
 # ---- on the workers --------------------------------------------------------------------------------------------------

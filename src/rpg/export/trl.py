@@ -7,6 +7,7 @@ from typing import Any
 
 from ..loss.methods import Method
 from ..run.config import Config
+from ..training.setup import method_of
 from . import recipe
 from .start import Launch, fresh
 
@@ -38,7 +39,7 @@ def command(launch: Launch) -> str:
 def fields(config: Config, launch: Launch | None = None) -> dict[str, Any]:
     """Arguments of RPGConfig; what TRL cannot express is a ValueError that names it."""
     launch = Launch(fresh(config)) if launch is None else launch
-    _refuse(config, recipe.method_of(config), launch)
+    _refuse(config, method_of(config), launch)
     return {
         **_algorithm(config),
         **_batches(config, launch),
@@ -182,7 +183,7 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
         yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: the run ends after its steps"
-    if recipe.method_of(config).dynamic:
+    if method_of(config).dynamic:
         names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
         yield f"{names}: groups of equal rewards are dropped, but no others are sampled in their place"
     yield "the order of the problems of a file: TRL shuffles them itself, by the same seed but otherwise"

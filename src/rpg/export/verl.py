@@ -10,6 +10,7 @@ from ..integrations.verl.settings import AGG_MODES, PREFIX, settings
 from ..loss.methods import Method
 from ..models.adapters import DEFAULTS
 from ..run.config import Config
+from ..training.setup import method_of
 from . import recipe
 from .data import PLAIN
 from .overrides import FOLDER, HERE, quoted, text
@@ -46,7 +47,7 @@ class VerlLaunch(Launch):
 def export(config: Config, launch: VerlLaunch | None = None) -> dict[str, Any]:
     """Every setting of verl that the recipe decides; what cannot be expressed is a ValueError that names it."""
     launch = VerlLaunch(fresh(config)) if launch is None else launch
-    method = recipe.method_of(config)
+    method = method_of(config)
     _refuse(config, method)
     _refuse_adapter(config, launch.start, method.anchor)
     recipe.check_reference(launch.start, config, method.anchor, "verl")
@@ -367,7 +368,7 @@ exit 1
 def run_sh(config: Config, launch: VerlLaunch, title: str) -> str:
     """The script: one setting a line."""
     lines = " \\\n  ".join(quoted(f"{name}={text(value)}") for name, value in export(config, launch).items())
-    notes = "".join(f"#   {line}\n" for line in left_out(config, recipe.method_of(config), launch))
+    notes = "".join(f"#   {line}\n" for line in left_out(config, method_of(config), launch))
     began = f"# From the {launch.start.where}.\n" if launch.start.where else ""
     return f"""#!/usr/bin/env bash
 # {title}

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .interface import has_triton
+from .triton import has_triton, next_power_of_2
 
 PROGRAMS = 264  # fewer than two for each processor of a large chip: split the rows
 HEADS = 16  # query heads of a key head, filled up to what the matrix units take
@@ -44,10 +44,6 @@ def decode_attention(
     if has_triton(query_AHD):
         return launch(*tensors, *indices, scaling, window)
     return reference(*tensors, *indices, scaling, window)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def splits_for(rows: int, capacity: int, block: int) -> int:

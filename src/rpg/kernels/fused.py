@@ -40,8 +40,8 @@ def fuse(model: nn.Module) -> list[str]:
     with _trial():
         for name, module in model.named_modules():
             parameter = next(module.parameters(), None)
-            own = getattr(module.forward, "__func__", None) is type(module).forward
-            if parameter is None or not own or not _takes(parameter.device):
+            untouched = getattr(module.forward, "__func__", None) is type(module).forward
+            if parameter is None or not untouched or not _takes(parameter.device):
                 continue
             forward = _norm_for(module) or _mlp_for(module) or _attention_for(module, parameter.device, rotated)
             if forward is not None:
@@ -224,10 +224,8 @@ class _ActMulLinear(torch.autograd.Function):
 def _plain(linear: nn.Module) -> bool:
     """A linear layer that does nothing else: not wrapped, not hooked."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    own = getattr(
-        vars(linear).get("forward"), "__func__", forward_of_last
-    )  # which is that of its class outside merging()
-    return type(linear) is nn.Linear and own is forward_of_last and not any(vars(linear)[name] for name in hooks)
+    forward = getattr(vars(linear).get("forward"), "__func__", forward_of_last)  # its class's outside merging()
+    return type(linear) is nn.Linear and forward is forward_of_last and not any(vars(linear)[name] for name in hooks)
 
 
 def _down(linear: Any, gate: Tensor, up: Tensor, kind: int) -> Any:
@@ -372,13 +370,13 @@ def _rebound(function: FunctionType, inner: FunctionType, ours: Callable[..., An
         if below is None or not any(cell.cell_contents is wrapped for cell in cells):
             return None
         closure = tuple(CellType(below) if cell.cell_contents is wrapped else cell for cell in cells)
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
-    made.__dict__.update(function.__dict__)
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    copy.__dict__.update(function.__dict__)
     if function is not inner:
-        made.__wrapped__ = below  # type: ignore[attr-defined]
-    made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__
-    return made
+        copy.__wrapped__ = below  # type: ignore[attr-defined]
+    copy.__qualname__, copy.__doc__, copy.__module__ = function.__qualname__, function.__doc__, function.__module__
+    return copy
 
 
 def _attention_for(module: nn.Module, device: torch.device, done: dict[Any, Forward | None]) -> Forward | None:

@@ -160,8 +160,8 @@ def _sums(heads: Heads, target_N: Tensor, temperature: float, kernels: ModuleTyp
     m,  Σ e^(z−m),  Σ e^(z−m)·(z−m),  z of the target,  m_ref,  Σ e^(z_ref−m_ref),  Σ e^(z−m)·(z−z_ref)."""
     sums = torch.zeros(7 if len(heads) > 1 else 4, len(target_N), dtype=_wide(heads), device=target_N.device)
     sums[0::4] = LOWEST
-    for words, tokens, logits in _chunks(heads):
-        kernels.observe(sums[:, tokens], *logits, target_N[tokens], words.start, 1 / temperature)
+    for columns, tokens, logits in _chunks(heads):
+        kernels.observe(sums[:, tokens], *logits, target_N[tokens], columns.start, 1 / temperature)
     return sums
 
 
@@ -172,46 +172,46 @@ def _gradients(
     hidden_NH, weight_VH = heads[0]
     d_hidden_NH = torch.empty_like(hidden_NH, dtype=_wide(heads)) if needed[0] else None
     d_weight_VH = torch.empty_like(weight_VH) if needed[1] else None
-    d_words = None  # a chunk of the weight's gradient, in float32 if it is a sum over blocks of tokens
-    for words, tokens, logits in _chunks(heads):
-        chunk = kernels.slope(by.of(tokens), *logits, target_N[tokens], words.start, 1 / temperature, hidden_NH.dtype)
+    d_chunk = None  # a chunk of the weight's gradient, in float32 if it is a sum over blocks of tokens
+    for columns, tokens, logits in _chunks(heads):
+        chunk = kernels.slope(by.of(tokens), *logits, target_N[tokens], columns.start, 1 / temperature, hidden_NH.dtype)
         if d_hidden_NH is not None:
-            _product(chunk, weight_VH[words], d_hidden_NH[tokens], add=words.start > 0)
+            _product(chunk, weight_VH[columns], d_hidden_NH[tokens], add=columns.start > 0)
         if d_weight_VH is not None:
             if tokens.stop - tokens.start == len(hidden_NH):
-                torch.mm(chunk.T, hidden_NH, out=d_weight_VH[words])
+                torch.mm(chunk.T, hidden_NH, out=d_weight_VH[columns])
                 continue
             if tokens.start == 0:
-                d_words = torch.empty_like(d_weight_VH[words], dtype=_wide(heads))
-            assert d_words is not None
-            _product(chunk.T, hidden_NH[tokens], d_words, add=tokens.start > 0)
+                d_chunk = torch.empty_like(d_weight_VH[columns], dtype=_wide(heads))
+            assert d_chunk is not None
+            _product(chunk.T, hidden_NH[tokens], d_chunk, add=tokens.start > 0)
             if tokens.stop == len(hidden_NH):
-                d_weight_VH[words] = d_words
+                d_weight_VH[columns] = d_chunk
     del logits, chunk
     return None if d_hidden_NH is None else d_hidden_NH.to(hidden_NH.dtype), d_weight_VH
 
 
 def _chunks(heads: Heads) -> Iterator[tuple[slice, slice, list[Tensor | None]]]:
-    """Words, tokens, and their logits (and the reference's); the next chunk overwrites them."""
+    """Columns of the vocabulary, tokens, and their logits (and the reference's); the next chunk overwrites them."""
     hidden_NH, weight_VH = heads[0]
     tokens, vocabulary = len(hidden_NH), len(weight_VH)
     most, size = CHUNK.get(hidden_NH.device.type, CHUNK["cpu"])
     rows, width = _tile(tokens, vocabulary, most, size // len(heads))
     buffers = [torch.empty(rows, width, dtype=_wide(heads), device=hidden_NH.device) for _ in heads]
-    for word in range(0, vocabulary, width):
-        words = slice(word, min(word + width, vocabulary))
+    for first in range(0, vocabulary, width):
+        columns = slice(first, min(first + width, vocabulary))
         for token in range(0, tokens, rows):
             block = slice(token, min(token + rows, tokens))
             logits: list[Tensor | None] = [None, None]
             for i, ((h_NH, w_VH), buffer) in enumerate(zip(heads, buffers, strict=True)):
-                chunk_NC = buffer[: block.stop - block.start, : words.stop - words.start]
-                _product(h_NH[block], w_VH[words].T, chunk_NC)
+                chunk_NC = buffer[: block.stop - block.start, : columns.stop - columns.start]
+                _product(h_NH[block], w_VH[columns].T, chunk_NC)
                 logits[i] = chunk_NC
-            yield words, block, logits
+            yield columns, block, logits
 
 
 def _tile(tokens: int, vocabulary: int, most: int, size: int) -> tuple[int, int]:
-    """Tokens and words of a chunk: float32 logits of at most ``size`` bytes, blocks of tokens that differ little."""
+    """Tokens and columns of a chunk: float32 logits of at most ``size`` bytes, blocks of tokens that differ little."""
     rows = -(-tokens // -(-tokens // most))
     width = size // (4 * rows)
     return rows, min(vocabulary, width - width % 128 if width > 128 else max(1, width))

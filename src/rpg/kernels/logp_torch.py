@@ -24,7 +24,7 @@ class Slope(NamedTuple):
 
 
 def observe(sums: Tensor, logits_NC: Tensor, ref_NC: Tensor | None, target_N: Tensor, first: int, scale: float) -> None:
-    """Take the words first, first + 1, … into the sums (see _sums). z = logits·scale; logits are lost."""
+    """Take the columns first, first + 1, … into the sums (see _sums). z = logits·scale; logits are lost."""
     top_N, total_N, lean_N, picked_N = sums[:4]
     z_NC = logits_NC.mul_(scale)
     inside_N, place_N = _place(target_N, first, z_NC.shape[1])
@@ -67,6 +67,6 @@ def slope(
 
 
 def _place(target_N: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Whether the target is among the words first … first + width − 1, and where (somewhere valid if it is not)."""
+    """Whether the target is among the columns first … first + width − 1, and where (somewhere valid if it is not)."""
     place_N = target_N - first
     return (place_N >= 0) & (place_N < width), place_N.clamp(0, width - 1)

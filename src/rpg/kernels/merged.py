@@ -40,8 +40,8 @@ def merge(model: nn.Module) -> list[str]:
     done = []
     for name, module in model.named_modules():
         for names in GROUPS:
-            found = [module._modules.get(key) for key in names]
-            layers = [x for x in found if isinstance(x, nn.Linear) and _plain(x)]
+            children = [module._modules.get(key) for key in names]
+            layers = [x for x in children if isinstance(x, nn.Linear) and _plain(x)]
             if len(layers) == len(names) and _merge(layers):
                 done.append(name)
     return done + _fold(model)
@@ -65,7 +65,7 @@ def _merge(layers: list[nn.Linear]) -> bool:
             whole = torch.cat([p.data for p in parameters])
             for p, part in zip(parameters, torch.split(whole, [len(p) for p in parameters]), strict=True):
                 p.data = part
-    group = Group(layers)
+    group = MergedProjections(layers)
     for i, layer in enumerate(layers):
         layer._merged = group, i  # type: ignore[assignment]
         layer.forward = MethodType(_forward_of_group, layer)  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ def adjacent(parameters: list[Any]) -> bool:
     return True
 
 
-class Group:
+class MergedProjections:
     """Layers that are called in turn on the same input."""
 
     def __init__(self, layers: list[nn.Linear]):
@@ -161,8 +161,8 @@ def _same_within(model: Any, ids: Tensor) -> bool:
 def _ends_in_products(layer: Any) -> bool:
     last = [getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)]
     plain = all(isinstance(x, nn.Linear) and _plain(x) and x.bias is None for x in last)
-    own = layer._parameters  # a scale, perhaps, that is 1 as long as it is not trained
-    return plain and "forward" not in vars(layer) and not own
+    scales = layer._parameters  # they may be 1 as long as they are not trained
+    return plain and "forward" not in vars(layer) and not scales
 
 
 def _forward_of_layer(self: Any, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .interface import attention_by
+from .custom_attention import custom_attention
 
 FLASH_WIDTHS = range(8, 257, 8)  # of a head
-Places = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]  # see Packing: index, own, again
+Places = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]  # see Packing: key_K, own_N, again
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Packing:
     again: tuple[Tensor, Tensor] | None  # shared tokens as keys of further sequences: where in K, and which
     queries: int  # the most of a sequence
     keys: int
-    made: dict[Any, Any] = field(default_factory=dict)  # what the layers of one pass have in common
+    cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of one pass have in common
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]
+        if name not in self.cache:
+            self.cache[name] = make()
+        return self.cache[name]
 
 
 def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing:
@@ -64,9 +64,9 @@ def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None =
         if t == 0:
             continue
         begin, key_begin = query_ends[-1], key_ends[-1]
-        at, known = prompts.setdefault(number, (begin, n))
-        if known != n:
-            raise ValueError(f"prompt_B: rows of prompt {number} have prompts of {known} and {n} tokens")
+        at, length = prompts.setdefault(number, (begin, n))
+        if length != n:
+            raise ValueError(f"prompt_B: rows of prompt {number} have prompts of {length} and {n} tokens")
         shared = n if at != begin else 0  # tokens of the prompt that stand elsewhere
         run = np.arange(shared, n + t - 1)
         where = np.concatenate([np.arange(at, at + shared), begin + run - shared])  # position -> place in the pack
@@ -83,11 +83,11 @@ def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None =
         key_ends.append(key_begin + len(where))
     row, t_R = mask.nonzero()
     place, counted = row * mask.shape[1] + t_R, row * width + about[row, 0] + t_R
-    parts = [*map(np.concatenate, (token, position, state)), counted, place]
-    parts += [*map(np.array, (query_ends, key_ends)), *map(np.concatenate, (key, own, source, target))]
-    sizes = [len(part) for part in parts]
-    found = torch.split(_to_device(torch.from_numpy(np.concatenate(parts)), start_B.device), sizes)
-    token_N, position_N, state_R, target_R, place_R, query_begins, key_begins, key_K, own_N, again_K, again_N = found
+    arrays = [*map(np.concatenate, (token, position, state)), counted, place]
+    arrays += [*map(np.array, (query_ends, key_ends)), *map(np.concatenate, (key, own, source, target))]
+    whole = _to_device(torch.from_numpy(np.concatenate(arrays)), start_B.device)
+    indices = torch.split(whole, [len(array) for array in arrays])
+    token_N, position_N, state_R, target_R, place_R, query_begins, key_begins, key_K, own_N, again_K, again_N = indices
     return Packing(
         token_N,
         position_N,
@@ -146,14 +146,13 @@ class _Flash(torch.autograd.Function):
             query, key, value, *ctx.lengths, 0.0, ctx.causal, False, **ctx.how
         )
         ctx.save_for_backward(query, key, value, out, *rest[:3])
-        found: Tensor = out
-        return found
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *found, random, unused = ctx.saved_tensors
+        *saved, random, unused = ctx.saved_tensors
         grads = torch.ops.aten._flash_attention_backward(
-            grad, *found, *ctx.lengths, 0.0, ctx.causal, random, unused, **ctx.how
+            grad, *saved, *ctx.lengths, 0.0, ctx.causal, random, unused, **ctx.how
         )
         return *grads, None, None, None
 
@@ -182,8 +181,7 @@ def _attend_in_rows(
         scale=scale,
         enable_gqa=query_NHD.shape[1] != key_NGD.shape[1],
     )
-    found: Tensor = _Take.apply(out.transpose(1, 2).flatten(0, 1), own)  # type: ignore[no-untyped-call]
-    return found
+    return _Take.apply(out.transpose(1, 2).flatten(0, 1), own)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _rows(packing: Packing) -> Places:
@@ -204,8 +202,7 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def _spread(x: Tensor, places: Places) -> Tensor:
-    found: Tensor = _Spread.apply(x, *places[:2], *(places[2] or (None, None)))  # type: ignore[no-untyped-call]
-    return found
+    return _Spread.apply(x, *places[:2], *(places[2] or (None, None)))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Spread(torch.autograd.Function):
@@ -221,11 +218,11 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         own, source, target = ctx.places
-        found = grad.index_select(0, own)
+        total = grad.index_select(0, own)
         if source is not None:
             wide = torch.promote_types(grad.dtype, torch.float32)  # sums over many responses
-            found = found.to(wide).index_add_(0, target, grad.index_select(0, source).to(wide)).to(grad.dtype)
-        return found, None, None, None, None
+            total = total.to(wide).index_add_(0, target, grad.index_select(0, source).to(wide)).to(grad.dtype)
+        return total, None, None, None, None
 
 
 class _Take(torch.autograd.Function):
@@ -256,5 +253,5 @@ def packed(configs: list[Any], packing: Packing) -> Iterator[list[int | None]]:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return attend(query, key, value, packing, scale, window).unsqueeze(0)
 
-    with attention_by(configs, over_the_pack):
+    with custom_attention(configs, over_the_pack):
         yield windows

@@ -1,9 +1,10 @@
 """One token for each row of logits, as sample_torch.sample draws them: one pass over the logits, no sorting.
 
-The pass leaves, of every 64 words, the largest logit and the sum of their weights. Of the whole distribution a second
-kernel then reads the 64 words in which the cumulative distribution passes the uniform number. A truncated one takes
-from those figures a logit that every token kept reaches, collects the few tokens that do, and searches among these for
-the exact threshold; where they are many (a nearly uniform distribution) it searches the whole row, some ten passes.
+The pass leaves, of every 64 tokens of the vocabulary, the largest logit and the sum of their weights. Of the whole
+distribution a second kernel then reads the 64 tokens in which the cumulative distribution passes the uniform number. A
+truncated one takes from those maxima and sums a logit that every token kept reaches, collects the few tokens that do,
+and searches among these for the exact threshold; where they are many (a nearly uniform distribution) it searches the
+whole row, some ten passes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from .decode import next_power_of_2
-from .interface import has_triton
+from .sample_torch import sample
+from .triton import has_triton, next_power_of_2
 
 PIECE = 64
 ROOM = 8192  # tokens collected for the search
@@ -28,8 +29,6 @@ def fused_sample(
     Tokens tied with the last one kept are kept. On a GPU safe inside a CUDA graph; elsewhere this is sample().
     """
     if not has_triton(logits_AV):
-        from .sample_torch import sample
-
         return sample(logits_AV, uniform_A, temperature, top_p, top_k)
     if temperature == 0:
         token_A = logits_AV.argmax(-1)
@@ -49,7 +48,7 @@ def launch(
     warps: int = 8,
     search: tuple[int, int, int] = (1024, 8, 8),
 ) -> tuple[Tensor, Tensor]:
-    """fused_sample by the kernels, with their settings; ``search``: words a block, thresholds a pass, warps."""
+    """fused_sample by the kernels, with their settings; ``search``: tokens a block, thresholds a pass, warps."""
     from .triton.sample import bound, collect, draw_truncated, draw_whole, pieces
 
     A, V = logits_AV.shape
@@ -89,10 +88,10 @@ def launch(
         logits_AV, ids_AN, found_A, floor_A, values_AR, words_AR, count_A, logits_AV.stride(0), V, N,
         room, piece, min(2048 // piece, size), num_warps=8,
     )  # fmt: skip
-    words, ways, warps = search
-    words = min(words, max(128, next_power_of_2(V)))
+    width, ways, warps = search
+    width = min(width, max(128, next_power_of_2(V)))
     draw_truncated[(A,)](
         logits_AV, uniform_A, values_AR, words_AR, count_A, floor_A, best_A, total_A, token_A, logp_A,
-        *strides, V, factor, inverse, top_k, top_p, by_k, by_p, room, words, ways, num_warps=warps,
+        *strides, V, factor, inverse, top_k, top_p, by_k, by_p, room, width, ways, num_warps=warps,
     )  # fmt: skip
     return token_A, logp_A

@@ -7,12 +7,13 @@ DEAD rows are done.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .interface import has_triton
+from .triton import has_triton
 
 PROMPT, PROMPT_LENGTH, SLOT, LENGTH, TOKEN = range(5)
 DEAD = -2
@@ -26,7 +27,7 @@ def begin_step(state_5A: Tensor, uniform_SR: Tensor) -> tuple[Tensor, Tensor, Te
     position_A1, uniform_A = torch.empty_like(ids_A1), uniform_SR.new_empty(rows)
     if has_triton(state_5A):
         grid = (-(-rows // BLOCK),)
-        _kernels()[0][grid](
+        _kernels().begin_kernel[grid](
             state_5A, state_5A.stride(0), uniform_SR, uniform_SR.stride(0), ids_A1, position_A1, uniform_A, rows, BLOCK
         )
     else:
@@ -54,7 +55,7 @@ def end_step(
     rows = state_5A.shape[1]
     if has_triton(state_5A):
         grid = (-(-rows // BLOCK),)
-        _kernels()[1][grid](
+        _kernels().end_kernel[grid](
             token_A, logp_A, state_5A, state_5A.stride(0), tokens_SR, logp_SR, tokens_SR.stride(0), count_S, ended_S,
             limit_1, ends_E, rows, len(ends_E), BLOCK,
         )  # fmt: skip
@@ -69,13 +70,9 @@ def end_step(
     state_5A[TOKEN, row] = token.to(state_5A.dtype)
 
 
-_made: list[Any] = []
+@functools.cache
+def _kernels() -> Any:
+    """Imported at the first use: Triton is not needed on a CPU."""
+    from .triton import step as step_triton
 
-
-def _kernels() -> list[Any]:
-    """Made at the first use: Triton is not needed on a CPU."""
-    if not _made:
-        from .triton import step as step_triton
-
-        _made.extend([step_triton.begin_kernel, step_triton.end_kernel])
-    return _made
+    return step_triton

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..console import flat_text
+
 WRAPPER = "_peft_wrapper"  # in a model's __dict__, not among its modules: the PeftModel around it
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lora": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"},
@@ -64,7 +66,7 @@ def _fitting(method: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each method has checks of its own
-        text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        text = flat_text(error).rstrip(".")
         raise ValueError(f"peft.method {method} does not fit this model: {text}; check peft.options") from error
 
 
@@ -82,7 +84,7 @@ def restore(model: Any, folder: Path) -> Any:
                 model, str(folder), config=config, is_trainable=True, autocast_adapter_dtype=False
             )
         except Exception as error:
-            raise ValueError(f"the adapter in {folder} cannot be loaded: {' '.join(str(error).split())}") from error
+            raise ValueError(f"the adapter in {folder} cannot be loaded: {flat_text(error)}") from error
     return _wrapped(wrapper, dtype, base)
 
 
@@ -156,15 +158,15 @@ def began_as_nothing(model: Any) -> bool:
 @contextmanager
 def swapped_in(model: Any, others: Mapping[str, Tensor]) -> Iterator[None]:
     """Within, the adapter's weights are these, in the places of its own."""
-    own = weights(model)
-    places, values = list(own.values()), [others[name] for name in own]
-    before = [x.clone() for x in places]
+    places = weights(model)
+    values = [others[name] for name in places]
+    before = [x.clone() for x in places.values()]
     with torch.no_grad():
         try:
-            torch._foreach_copy_(places, values)
+            torch._foreach_copy_(list(places.values()), values)
             yield
         finally:
-            torch._foreach_copy_(places, before)
+            torch._foreach_copy_(list(places.values()), before)
 
 
 def save(model: Any, folder: Path) -> None:
@@ -181,23 +183,23 @@ def save(model: Any, folder: Path) -> None:
 def make_config(method: str, options: Mapping[str, Any]) -> Any:
     """The method's config in PEFT."""
     peft = _peft()
-    kind, given = SPELT.get(method.lower(), (method.lower(), {}))
+    kind, implied = SPELT.get(method.lower(), (method.lower(), {}))
     kinds = {x.value.lower(): x for x in peft.PeftType}
     if kind not in kinds:
         raise ValueError(f"peft.method: there is no {method!r}{_nearest(kind, [*kinds, *SPELT])}")
     _check_fit(kind)
-    made = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kinds[kind]]
-    names = [field.name for field in dataclasses.fields(made)]
+    config_class = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kinds[kind]]
+    names = [field.name for field in dataclasses.fields(config_class)]
     for name, value in options.items():
         if name not in names:
             raise ValueError(f"peft.options: {kind} has no option {name!r}{_nearest(name, names)}")
         if "dropout" in name and value:
             raise ValueError(f"peft.options.{name} must be 0: with dropout a policy would differ from itself")
-    settings = {**DEFAULTS.get(kind, {}), **given, **options, "task_type": "CAUSAL_LM"}
+    settings = {**DEFAULTS.get(kind, {}), **implied, **options, "task_type": "CAUSAL_LM"}
     try:
-        config = made(**settings)
+        config = config_class(**settings)
     except (TypeError, ValueError, ImportError) as error:
-        raise ValueError(f"peft.options of {kind}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"peft.options of {kind}: {flat_text(error)}") from error
     _check_start(config)
     return config
 
@@ -206,13 +208,13 @@ def check_same(model: Any, method: str | None, options: Mapping[str, Any]) -> No
     """That an adapter which came with the model is what the settings ask for."""
     if method is None:
         return
-    wanted, own = make_config(method, options), vars(model)[WRAPPER].peft_config["default"]
-    if wanted.peft_type != own.peft_type:
+    wanted, loaded = make_config(method, options), vars(model)[WRAPPER].peft_config["default"]
+    if wanted.peft_type != loaded.peft_type:
         raise ValueError(
             f"peft.method is {method}, but the model is a {method_of(model)} adapter: leave peft.method out"
         )
     for name in options:
-        now, then = getattr(wanted, name), getattr(own, name)
+        now, then = getattr(wanted, name), getattr(loaded, name)
         if name != "target_modules" and now != then:  # those are spelt out once they are known
             raise ValueError(f"peft.options.{name} is {now}, but the model is an adapter made with {then}")
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .errors import Explained
+
 # tokens at which llama.cpp (src/llama-vocab.cpp, special_eog_ids) ends a response, whatever the file names besides
 ENDS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<|return|>"),
@@ -22,8 +24,6 @@ SPECIAL = (3, 4)  # token types: control, user-defined
 
 def load_gguf(name: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer), all from the one file."""
-    from .loading import Explained
-
     try:
         import gguf
     except ImportError as error:
@@ -54,10 +54,10 @@ def load_gguf(name: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         with tempfile.TemporaryDirectory() as alone:  # else tokenizer files that lie beside it are taken
             Path(alone, path.name).symlink_to(path.resolve())
             tokenizer = transformers.AutoTokenizer.from_pretrained(alone, gguf_file=path.name)
-    found = model.load_state_dict(tensors["tensors"], strict=False)
+    loaded = model.load_state_dict(tensors["tensors"], strict=False)
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", {})) if config.tie_word_embeddings else set()
-    if lacking := [key for key in found.missing_keys if key not in tied]:
+    if lacking := [key for key in loaded.missing_keys if key not in tied]:
         raise Explained(f"{name} lacks {len(lacking)} of the weights of {type(model).__name__}, {lacking[0]} for one")
     ends = end_ids(reader)
     if ends:
@@ -68,12 +68,12 @@ def load_gguf(name: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def _read_once(gguf: Any, reader: Any) -> Iterator[None]:
     """Within, transformers uses this reader: to read a vocabulary takes seconds, and it would three times."""
-    own = gguf.GGUFReader
+    reader_class = gguf.GGUFReader
     gguf.GGUFReader = lambda *args, **kwargs: reader
     try:
         yield
     finally:
-        gguf.GGUFReader = own
+        gguf.GGUFReader = reader_class
 
 
 def end_ids(reader: Any) -> list[int]:
@@ -81,14 +81,12 @@ def end_ids(reader: Any) -> list[int]:
     named = [_field(reader, f"tokenizer.ggml.{key}") for key in END_KEYS]
     tokens, types = _field(reader, "tokenizer.ggml.tokens") or [], _field(reader, "tokenizer.ggml.token_type") or []
     place = {text: i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind in SPECIAL}
-    known = [place[text] for text in ENDS if text in place]
-    return list(dict.fromkeys(int(i) for i in (*named, *known) if i is not None))
+    usual = [place[text] for text in ENDS if text in place]
+    return list(dict.fromkeys(int(i) for i in (*named, *usual) if i is not None))
 
 
 def _check_rope(name: str, kind: str, reader: Any) -> None:
     """transformers reads neither factors for single frequencies (Llama 3.1) nor a scaling: positions would be wrong."""
-    from .loading import Explained
-
     scaling = _field(reader, f"{kind}.rope.scaling.type")
     factors = any(tensor.name.startswith("rope_f") for tensor in reader.tensors)
     if factors or (scaling not in (None, "none") and kind != "gpt-oss"):

@@ -4,47 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-QWEN = {"vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6}
-_0_5B = {
-    **QWEN,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-_1_5B = {
-    **QWEN,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-_3B = {
-    **QWEN,
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
-_7B = {
-    **QWEN,
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
-_QWEN3_4B = {**QWEN, "max_position_embeddings": 40960, "hidden_size": 2560, "intermediate_size": 9728,
-             "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-             "tie_word_embeddings": True}  # fmt: skip
+COLUMNS = (
+    *("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+)
+
+
+def _qwen(*values: int | bool, **more: int) -> dict[str, Any]:
+    return {**dict(zip(COLUMNS, values, strict=True)), "rope_theta": 1e6, **more}
+
+
+_0_5B = _qwen(151936, 32768, 896, 4864, 24, 14, 2, True)
+_1_5B = _qwen(151936, 32768, 1536, 8960, 28, 12, 2, True)
+_3B = _qwen(151936, 32768, 2048, 11008, 36, 16, 2, True)
+_7B = _qwen(152064, 32768, 3584, 18944, 28, 28, 4, False)
+_QWEN3_4B = _qwen(151936, 40960, 2560, 9728, 36, 32, 8, True, head_dim=128)
 
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-4B": ("Qwen3Config", _QWEN3_4B),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import json
 import logging
 import re
@@ -13,7 +12,9 @@ from typing import Any
 
 import torch
 
-from . import BUILTIN
+from . import BUILTIN, adapters
+from .errors import Explained, explain, refusal
+from .gguf import load_gguf
 
 PATIENCE = 10  # seconds for the first answer of the hub
 SHARED = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder", "trust_remote_code")
@@ -34,18 +35,14 @@ def load(
 
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what fails is said once, not at each retry
-    given = {"trust_remote_code": False, **(options or {})}  # False: else transformers asks at the terminal
+    options = {"trust_remote_code": False, **(options or {})}  # False: else transformers asks at the terminal
     for option, setting in OURS.items():
-        if option in given:
+        if option in options:
             raise ValueError(f"model_options.{option}: give --{setting} instead")
     where = str(BUILTIN) if name == "builtin" else str(Path(name).expanduser()) if name.startswith("~") else name
     try:
-        model, tokenizer = _load(name, where, dtype, given)
-    except ValueError as error:
-        if isinstance(error, Explained):
-            raise
-        raise ValueError(explain(name, error)) from error
-    except torch.OutOfMemoryError:
+        model, tokenizer = _load(name, where, dtype, options)
+    except (Explained, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds
         raise ValueError(explain(name, error)) from error
@@ -54,14 +51,8 @@ def load(
     return model.to(device), tokenizer
 
 
-class Explained(ValueError):
-    """One line that says what to do."""
-
-
 def _load(name: str, where: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
     if where.endswith(".gguf"):
-        from .gguf import load_gguf
-
         return load_gguf(name, _gguf_file(name, where, options), dtype)
     folder = Path(where)
     if not (name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists()):
@@ -94,8 +85,8 @@ def _from_pretrained(name: str, where: str, dtype: torch.dtype, options: dict[st
     config = AutoConfig.from_pretrained(where, **shared)
     check_config(name, config)
     tokenizer = AutoTokenizer.from_pretrained(where, **shared)
-    model, found = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
-    if missing := sorted(found["missing_keys"]):
+    model, info = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
         raise Explained(
             f"{name} lacks {len(missing)} of the model's weights, {missing[0]} for one: its files are not all"
         )
@@ -106,10 +97,10 @@ def check_config(name: str, config: Any) -> None:
     """That this is a causal language model with weights that can be trained."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-    known = {x for names in CAUSAL.values() for x in (names if isinstance(names, (list, tuple)) else [names])}
-    own = getattr(config, "auto_map", None) or {}
+    causal = {x for names in CAUSAL.values() for x in (names if isinstance(names, (list, tuple)) else [names])}
+    remote = getattr(config, "auto_map", None) or {}
     kinds = getattr(config, "architectures", None) or []
-    fits = any(kind in known or kind.endswith("Model") for kind in kinds) or "AutoModelForCausalLM" in own
+    fits = any(kind in causal or kind.endswith("Model") for kind in kinds) or "AutoModelForCausalLM" in remote
     if kinds and not fits:
         raise Explained(f"{name} is a {kinds[0]}, no causal language model: give one whose class ends in ForCausalLM")
     quantised = getattr(config, "quantization_config", None)
@@ -124,28 +115,33 @@ def complete(tokenizer: Any, model: Any) -> None:
     """A padding token, where there is none: the end token, or another special one. Padding is masked everywhere."""
     if tokenizer.pad_token_id is not None:
         return
-    ends = [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
-    first = next((end[0] if isinstance(end, list) else end for end in ends if end not in (None, [])), None)
-    chosen = tokenizer.eos_token or (tokenizer.convert_ids_to_tokens(first) if first is not None else None)
+    ends = end_ids_of(model.generation_config, model.config.get_text_config())
+    chosen = tokenizer.eos_token or (tokenizer.convert_ids_to_tokens(ends[0]) if ends else None)
     chosen = chosen or next(iter(tokenizer.all_special_tokens), None)
     if chosen is None:
         raise Explained("the tokenizer has neither a padding nor an end token: set eos_token in tokenizer_config.json")
     tokenizer.pad_token = chosen
 
 
+def end_ids_of(*holders: Any) -> list[int]:
+    """The end tokens that a tokenizer or configs name."""
+    ends = [getattr(holder, "eos_token_id", None) for holder in holders]
+    return [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+
+
 def make_savable(model: Any) -> None:
     """transformers reads generation settings that contradict each other, and refuses to write them."""
-    own = model.generation_config
+    settings = model.generation_config
     for changes in ({}, {"do_sample": True}):  # what most lack: a temperature without sampling
         for key, value in changes.items():
-            setattr(own, key, value)
+            setattr(settings, key, value)
         try:
-            own.validate(strict=True)
+            settings.validate(strict=True)
             return
         except ValueError:
             continue
-    ids = {key: getattr(own, key) for key in ("bos_token_id", "eos_token_id")}
-    model.generation_config = type(own)(**ids)
+    ids = {key: getattr(settings, key) for key in ("bos_token_id", "eos_token_id")}
+    model.generation_config = type(settings)(**ids)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
@@ -153,8 +149,6 @@ def make_savable(model: Any) -> None:
 
 def _load_adapter(name: str, folder: Path, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
     """The model that the adapter is for, with the adapter in it; the tokenizer that lies beside it, if one does."""
-    from . import adapters
-
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise Explained(f"{name}: its adapter_config.json does not name the model it is for (base_model_name_or_path)")
@@ -177,8 +171,9 @@ def _load_adapter(name: str, folder: Path, dtype: torch.dtype, options: dict[str
 def _load_from_hub(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
     if not HUB_ID.fullmatch(name):
         raise Explained(f"{name!r} is neither a folder nor a hub id: a hub id is org/name")
-    options = options | ask_hub(name, ["config.json", "adapter_config.json"], options)
-    if options.pop("found") == "config.json":
+    file, offline = ask_hub(name, ["config.json", "adapter_config.json"], options)
+    options = options | offline
+    if file == "config.json":
         return _from_pretrained(name, name, dtype, options)
     import huggingface_hub
 
@@ -187,8 +182,8 @@ def _load_from_hub(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tu
     return _load_adapter(name, Path(folder), dtype, {k: v for k, v in options.items() if k != "revision"})
 
 
-def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """One request, not repeated, before transformers makes many: which of these files is ``found`` there.
+def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> tuple[str, dict[str, bool]]:
+    """One request, not repeated, before transformers makes many: (which of these files is there, more options).
 
     Where there is no answer and the file is in the cache, ``local_files_only`` keeps transformers from asking again.
     """
@@ -204,7 +199,7 @@ def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> di
             url = hub.hf_hub_url(repository, file, subfolder=folder, revision=revision)
             try:
                 hub.get_hf_file_metadata(url, token=options.get("token"), timeout=PATIENCE)
-                return {"found": file}
+                return file, {}
             except errors.EntryNotFoundError:
                 continue
             except Exception as error:  # no answer, or one that says no
@@ -214,30 +209,10 @@ def ask_hub(repository: str, files: list[str], options: Mapping[str, Any]) -> di
             raise Explained(f"{repository} has no {files[0]}: see https://huggingface.co/{repository}/tree/main")
     for file in files:
         path = f"{folder}/{file}" if folder else file
-        found = hub.try_to_load_from_cache(repository, path, cache_dir=options.get("cache_dir"), revision=revision)
-        if isinstance(found, str) and not isinstance(trouble, errors.RepositoryNotFoundError):
-            return {"found": file, "local_files_only": True}
+        cached = hub.try_to_load_from_cache(repository, path, cache_dir=options.get("cache_dir"), revision=revision)
+        if isinstance(cached, str) and not isinstance(trouble, errors.RepositoryNotFoundError):
+            return file, {"local_files_only": True}
     raise Explained(refusal(repository, trouble, revision))
-
-
-def refusal(name: str, error: Exception | None, revision: str | None) -> str:
-    """What the hub's answer, or that there is none, means for the user."""
-    from huggingface_hub import errors
-
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.GatedRepoError):
-        return f"{name} is gated: accept its terms at https://huggingface.co/{name} and run `hf auth login`"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name} has no revision {revision!r}: check model_options.revision"
-    if status == 401 and "credentials" in str(error):
-        return f"the hub does not know your token: run `hf auth login`, or unset HF_TOKEN (for {name})"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{name}: no such model on the hub (and no such folder): check the name; if private, run `hf auth login`"
-    if status is not None:
-        return f"the hub answers {status} for {name}, and it is not in the cache: try again later, or give a folder"
-    if error is None:
-        return f"{name} is not in the cache, and the hub is not asked (HF_HUB_OFFLINE): give a local folder"
-    return f"{name}: no network, and it is not in the cache: give a local folder"
 
 
 def _gguf_file(name: str, where: str, options: dict[str, Any]) -> Path:
@@ -251,32 +226,5 @@ def _gguf_file(name: str, where: str, options: dict[str, Any]) -> Path:
 
     repository, file = "/".join(parts[:2]), "/".join(parts[2:])
     kept = {key: value for key, value in options.items() if key in SHARED[:5]}
-    kept |= ask_hub(repository, [file], kept)
-    return Path(huggingface_hub.hf_hub_download(repository, kept.pop("found"), **kept))
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def explain(name: str, error: BaseException) -> str:
-    """One line for what transformers, tokenizers, safetensors or the hub raised."""
-    from safetensors import SafetensorError
-
-    text = " ".join(str(error).split())
-    chain = [error, error.__cause__, error.__context__]
-    if (
-        any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in chain)
-        or "No space left" in text
-    ):
-        return f"the disk is full while loading {name}: free some, or set HF_HOME to a folder on another disk"
-    if "trust_remote_code" in text:
-        return f"{name} comes with code of its own: if you trust it, give --model_options.trust_remote_code true"
-    if any(isinstance(e, SafetensorError) for e in chain):
-        return f"cannot load the model {name!r}: a .safetensors file is damaged ({first_line(error)}): fetch it again"
-    if "tokenizer" in text.lower() and ("instantiate" in text or "Can't load" in text):
-        return f"cannot load the model {name!r}: its tokenizer cannot be read ({first_line(error)})"
-    return f"cannot load the model {name!r}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    kept |= ask_hub(repository, [file], kept)[1]
+    return Path(huggingface_hub.hf_hub_download(repository, file, **kept))

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from . import BUILTIN
+from ..console import flat_text
+from . import BUILTIN, adapters
+from .errors import Explained, explain
 from .known_shapes import known_config
-from .loading import SHARED, Explained, ask_hub, check_config, explain, is_adapter
+from .loading import SHARED, ask_hub, check_config, is_adapter
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,18 @@ def shell(
 def _shell(name: str, dtype: torch.dtype, options: str, method: str | None, adapter: str) -> Shell:
     import transformers
 
-    base, found_method, found_options = _adapter(name)
+    base, saved_method, saved_options = _adapter(name)
     config, known_from = config_of(base, json.loads(options))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     parameters = sum(p.numel() for p in model.parameters())
-    if kind := method or found_method:
-        from .adapters import attach
-
-        model = attach(model, kind, json.loads(adapter) or found_options, base)
+    if kind := method or saved_method:
+        model = adapters.attach(model, kind, json.loads(adapter) or saved_options, base)
     return Shell(model, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad), known_from)
 
 
 def config_of(name: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The model's config, and where it is from: its folder or file, models/known.py, or the hub or its cache."""
+    """The model's config, and where it is from: its folder or file, models/known_shapes.py, or the hub or its cache."""
     from transformers import AutoConfig
 
     path = BUILTIN if name == "builtin" else Path(name).expanduser()
@@ -61,11 +61,11 @@ def config_of(name: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     here = (path / "config.json").is_file()
     if not here and (name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()):
         raise ValueError(f"{name} is no model folder: there is no config.json in it")
-    if not here and (known := known_config(name)) is not None:
-        return known, "shapes that rpg knows"
+    if not here and (shape := known_config(name)) is not None:
+        return shape, "shapes that rpg knows"
     try:
         if not here:
-            kept |= _ask(name, kept)
+            kept |= ask_hub(name, ["config.json"], kept)[1]
         config = AutoConfig.from_pretrained(path if here else name, **kept)
         check_config(name, config)
     except Explained:
@@ -73,11 +73,6 @@ def config_of(name: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     except Exception as error:  # of transformers and the hub: each has its own kinds
         raise ValueError(explain(name, error)) from error
     return config, "its config.json"
-
-
-def _ask(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    asked = ask_hub(name, ["config.json"], options)
-    return {key: value for key, value in asked.items() if key != "found"}
 
 
 def _of_gguf(name: str, path: Path) -> tuple[Any, str]:
@@ -92,7 +87,7 @@ def _of_gguf(name: str, path: Path) -> tuple[Any, str]:
         settings.pop("_model_name_or_path", None)
         return AutoConfig.for_model(settings.pop("model_type"), **settings), "the file's header"
     except Exception as error:  # whatever the reader stumbles over
-        raise ValueError(f"{name}: its header cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{name}: its header cannot be read: {flat_text(error)}") from error
 
 
 def _adapter(name: str) -> tuple[str, str | None, dict[str, Any]]:
@@ -100,6 +95,6 @@ def _adapter(name: str) -> tuple[str, str | None, dict[str, Any]]:
     file = Path(name).expanduser() / "adapter_config.json"
     if not is_adapter(file.parent):
         return name, None, {}
-    found = json.loads(file.read_text(encoding="utf-8"))
-    options = {key: found[key] for key in ("r", "target_modules", "use_dora") if key in found}
-    return str(found["base_model_name_or_path"]), str(found["peft_type"]).lower(), options
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    options = {key: settings[key] for key in ("r", "target_modules", "use_dora") if key in settings}
+    return str(settings["base_model_name_or_path"]), str(settings["peft_type"]).lower(), options

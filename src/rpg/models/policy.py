@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM as a policy: load, log-probabilities of responses, save."""
+"""Policy: a Hugging Face causal LM that is trained. Prompts to tokens, log-probabilities of responses, saving."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..console import first_line
 from ..kernels import linear_logp
-from ..kernels.interface import configs_of
+from ..kernels.custom_attention import configs_of
 from ..kernels.packed import Packing, pack, packed
 from . import BUILTIN, adapters
-from .loading import complete, first_line, load
+from .architecture import head_alone, head_comes_apart, head_is_linear, restore_forward, why_not_packed
+from .loading import complete, end_ids_of, load
 
 OF_TOKENIZER = (  # what apply_chat_template takes for itself
     *("add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens", "tokenizer_kwargs"),
@@ -44,11 +46,11 @@ class Policy:
         complete(tokenizer, model)
         self.adapted = adapters.adapted(model)  # only an adapter is trained
         self.fresh = False  # with that adapter off it is the model that it began as
-        self.linear = head_is_linear(model)  # else the model's own logits are used
+        self.linear = head_is_linear(model)  # logits are hidden·Wᵀ; else the model's own are used
+        self.apart = self.linear or head_comes_apart(model)  # the head can be called apart from the layers
+        self.padded_because = why_not_packed(model) if self.apart else "its head cannot be called apart from its layers"
         self._configs = configs_of(model)
         self._system_read = False  # whether the chat template is known to show the system prompt
-        self.apart = self.linear or self._head_comes_apart()
-        self.padded_because = self._misfit() if self.apart else "its head cannot be called apart from its layers"
 
     @property
     def packs(self) -> bool:
@@ -92,18 +94,20 @@ class Policy:
     @property
     def context(self) -> int | None:
         """Tokens the model was made for, where it says so."""
-        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) else None
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return positions if isinstance(positions, int) else None
 
     @property
     def unknown_ids(self) -> set[int]:
         """Tokens that stand for text the tokenizer has no token for."""
-        known = {*self._own_ends(), self.tokenizer.bos_token_id, None}  # these may stand for padding too
-        return {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id} - known
+        marks = {*self._model_ends(), self.tokenizer.bos_token_id, None}  # these may stand for padding too
+        return {self.tokenizer.pad_token_id, self.tokenizer.unk_token_id} - marks
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Those that are trained, by name."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    # ---- prompts and texts -------------------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -120,7 +124,7 @@ class Policy:
         if chat is False or (chat is None and not has):
             if system:
                 raise ValueError("a system prompt needs the model's chat template: leave task.system empty")
-            ids, ends = list(self.tokenizer(prompt, verbose=False)["input_ids"]), self._own_ends()
+            ids, ends = list(self.tokenizer(prompt, verbose=False)["input_ids"]), self._model_ends()
             while len(ids) > 1 and ids[-1] in ends:  # which some tokenizers append
                 ids.pop()
             return ids
@@ -153,21 +157,18 @@ class Policy:
         each with spaces between."""
         if extra and not extra.strip():
             raise ValueError("rollout.end_tokens: white space cannot be named: it stands between tokens")
-        found = self._own_ends()
+        ends = self._model_ends()
         for text in (extra or "").split():
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) != 1 or self.tokenizer.decode(ids).strip() != text:
                 raise ValueError(f"rollout.end_tokens: {text!r} is not one token of this model")
-            found += ids
-        if not found:
+            ends += ids
+        if not ends:
             raise ValueError("the model has no end token: name one with --rollout.end_tokens")
-        return sorted(set(found))
+        return sorted(set(ends))
 
-    def _own_ends(self) -> list[int]:
-        model = self.model
-        ends = [self.tokenizer.eos_token_id]
-        ends += [getattr(x, "eos_token_id", None) for x in (model.generation_config, model.config.get_text_config())]
-        return [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+    def _model_ends(self) -> list[int]:
+        return end_ids_of(self.tokenizer, self.model.generation_config, self.model.config.get_text_config())
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, special tokens such as <think> included; not the model's own end, beginning and padding tokens."""
@@ -175,7 +176,9 @@ class Policy:
 
     @cached_property
     def _unread(self) -> set[int | None]:
-        return {*self._own_ends(), self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
+        return {*self._model_ends(), self.tokenizer.pad_token_id, self.tokenizer.bos_token_id}
+
+    # ---- log-probabilities -------------------------------------------------------------------------------------------
 
     def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
         """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
@@ -194,7 +197,7 @@ class Policy:
 
         The response of row b begins at ids_BL[b, start_B[b]]; mask_BT is true on its tokens. Rows with the same number
         in prompt_B have the same prompt, which is then computed once. With ``recompute`` the backward pass computes
-        each layer anew from its input, which is all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
+        each layer again from its input, all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
         """
         flat = ids_BL.flatten()
         within: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -240,7 +243,7 @@ class Policy:
 
     @contextmanager
     def _recomputing(self, within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Activation checkpointing of decoder layers, which are computed anew ``within`` what they were computed in.
+        """Activation checkpointing of decoder layers, which are computed again ``within`` what they were computed in.
 
         transformers' own is for models in training mode, and would turn dropout on.
         """
@@ -260,81 +263,23 @@ class Policy:
                 layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             yield
         finally:
-            for layer, own in zip(layers, before, strict=True):
-                _restore(layer, own)
-
-    def _logits(self, hidden_NH: Tensor, kind: Callable[..., Any]) -> Tensor:
-        """What the model makes of states after its layers, [N,V]: its head with bias, scale and cap."""
-        base, ids = self.model.base_model, torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
-        own = vars(base).get("forward")
-        try:
-            base.forward = lambda *args, **kwargs: kind(last_hidden_state=hidden_NH[None])
-            logits: Tensor = self._call(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            _restore(base, own)
-        return logits
+            for layer, forward in zip(layers, before, strict=True):
+                restore_forward(layer, forward)
 
     def _through_the_head(self, hidden_NH: Tensor, target_N: Tensor, kind: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         """In chunks, whose logits are not kept for the backward pass where there are several."""
 
         def chunk(hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-            return _logp(self._logits(hidden_NH, kind), target_N, self.temperature)
+            return _logp(head_alone(self.model, self._call, hidden_NH, kind), target_N, self.temperature)
 
         rows = max(1, CHUNK_ELEMENTS // self.model.get_output_embeddings().weight.shape[0])
         if len(hidden_NH) <= rows:
             return chunk(hidden_NH, target_N)
-        parts = [
+        chunks = [
             checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False)
             for h, t in zip(torch.split(hidden_NH, rows), torch.split(target_N, rows), strict=True)
         ]
-        return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-    # ---- what the architecture allows: tried out, architectures differ -----------------------------------------------
-
-    @torch.no_grad()
-    def _head_comes_apart(self) -> bool:
-        """Whether the model's logits can be had from the states after its layers."""
-        ids = torch.arange(1, 5, device=self.device)[None] % self.model.get_input_embeddings().weight.shape[0]
-        out = self.model.base_model(input_ids=ids, use_cache=False)
-        full = self.model(input_ids=ids, use_cache=False).logits[0]
-        if getattr(out, "last_hidden_state", None) is None:
-            return False
-        try:
-            found = self._logits(out.last_hidden_state[0], type(out))
-        except (AttributeError, TypeError):  # it asks its layers for more than their states
-            return False
-        return found.shape == full.shape and _near(found, full, 1e-4, 2e-2)
-
-    @torch.no_grad()
-    def _misfit(self) -> str | None:
-        """Why sequences cannot be laid end to end, if so: a few tokens against the plain forward pass."""
-        config = self.model.config.get_text_config()
-        if getattr(config, "attention_chunk_size", None) is not None:
-            return "attention in chunks"
-        known = self.model.get_input_embeddings().weight.shape[0]
-        ids_BL = (torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 5, 4], [9, 8, 7, 6, 5, 3]]) % known).to(self.device)
-        start_B, prompt_B = (torch.tensor(x, device=self.device) for x in ([3, 3, 2], [1, 1, 0]))
-        mask_BT = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]], dtype=torch.bool, device=self.device)
-        row_N, t_N = mask_BT.nonzero(as_tuple=True)
-        base = self.model.base_model
-        expected_NH = base(input_ids=ids_BL, use_cache=False).last_hidden_state[row_N, start_B[row_N] + t_N - 1]
-        packing = pack(start_B, mask_BT, ids_BL.shape[1], prompt_B)
-        ids_N, position_N = ids_BL.flatten()[packing.token_N], packing.position_N
-        try:
-            with packed(self._configs, packing) as windows:
-                out = base(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
-        except Exception as error:  # whatever a forward pass raises that was made for other inputs
-            return first_line(error)
-        kinds = getattr(config, "layer_types", None) or []
-        narrow = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None) is not None)
-        layers = getattr(config, "num_hidden_layers", len(windows))
-        if len(windows) != layers or not layers:
-            return f"{len(windows)} of its {layers} layers call the attention interface"
-        if narrow and not any(windows):
-            return "its attention layers do not say what their window is"
-        if not _near(out.last_hidden_state[0, packing.state_R], expected_NH, 1e-3, 0.1):
-            return "its states are not those of the plain forward pass"
-        return None
+        return torch.cat([logp for logp, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
 
     def head(self) -> Tensor:
         weight: Tensor = self.model.get_output_embeddings().weight
@@ -361,42 +306,6 @@ def _logp(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tens
     with torch.no_grad():
         entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
     return logp_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1), entropy_N
-
-
-def _restore(module: torch.nn.Module, forward: Any) -> None:
-    """The module's own forward, or that of its class."""
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
-
-
-def _near(found: Tensor, expected: Tensor, single: float, half: float) -> bool:
-    """Within a share of the expected values' norm, which depends on the precision."""
-    share = single if expected.dtype in (torch.float32, torch.float64) else half
-    found, expected = found.float(), expected.float()
-    return bool((found - expected).norm() <= share * expected.norm())
-
-
-@torch.no_grad()
-def head_is_linear(model: Any) -> bool:
-    """Whether the logits are hidden·Wᵀ and nothing else, no bias, scale or cap: tried out, architectures differ.
-
-    A bias and a cap are asked for too: one may be zero, the other do nothing to small logits, until they are trained.
-    """
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    if next(head.children(), None) is not None:  # an adapter, perhaps, that adds nothing until it is trained
-        return False
-    if getattr(head, "bias", None) is not None or getattr(config, "final_logit_softcapping", None) is not None:
-        return False
-    ids = torch.arange(1, 5, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
-    full = model(input_ids=ids, use_cache=False).logits.float()
-    hidden = getattr(model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
-    if hidden is None:
-        return False
-    by_hand = (hidden @ head.weight.T).float()
-    near = (1e-4 if head.weight.dtype in (torch.float32, torch.float64) else 2e-2) * float(full.abs().max())
-    return full.shape == by_hand.shape and bool((full - by_hand).abs().max() <= near)
 
 
 def _lasting(name: str, subfolder: str | None) -> str:

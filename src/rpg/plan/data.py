@@ -32,20 +32,19 @@ class Data:
 def data_of(config: Config) -> Data:
     task, most = config.task, config.eval.problems
     names = [name for _, name in parse(task.name)]
-    counts = [rows_of(name) for name in names]
-    rows = sum(number for number in counts if number is not None) if None not in counts else None
+    sizes = [rows_of(name) for name in names]
+    rows = sum(size for size in sizes if size is not None) if None not in sizes else None
     tests: dict[str, int | None] = {}
     if task.test is not None:
-        given = [name for part in task.test.split(",") if (name := part.strip())]
-        tests = {name: _tested(name) for name in given}
+        tests = {name: _tested(name) for part in task.test.split(",") if (name := part.strip())}
     else:
-        for name, number in zip(names, counts, strict=True):
-            known = DATASETS.get(dataset_name(name) or "")
-            if known is not None and known.test is not None:
-                tests[known.test_name or dataset_name(name) or name] = _problems(known.test)
-            elif number is not None:  # a tenth is held out
-                tests[name] = number // HELD_OUT
-                rows = None if rows is None else rows - number // HELD_OUT
+        for name, size in zip(names, sizes, strict=True):
+            dataset = DATASETS.get(dataset_name(name) or "")
+            if dataset is not None and dataset.test is not None:
+                tests[dataset.test_name or dataset_name(name) or name] = _problems(dataset.test)
+            elif size is not None:  # a tenth is held out
+                tests[name] = size // HELD_OUT
+                rows = None if rows is None else rows - size // HELD_OUT
             else:
                 tests[name] = None
     evaluated = sum(min(most, number or most) for number in tests.values())
@@ -60,8 +59,8 @@ def rows_of(name: str) -> int | None:
         if not path.is_file():
             raise ValueError(f"no such file: {name}")
         return _count(path)
-    if (known := dataset_name(name)) is not None:
-        train = DATASETS[known].train
+    if (dataset := dataset_name(name)) is not None:
+        train = DATASETS[dataset].train
         if train is None:
             raise ValueError(f"task {name!r} has no problems to train on")
         return _problems(train)
@@ -75,9 +74,9 @@ def rows_of(name: str) -> int | None:
 
 
 def _tested(name: str) -> int | None:
-    known = DATASETS.get(dataset_name(name) or "")
-    found = known and (known.test or known.train)
-    return _problems(found) if found else rows_of(name)
+    dataset = DATASETS.get(dataset_name(name) or "")
+    split = dataset and (dataset.test or dataset.train)
+    return _problems(split) if split else rows_of(name)
 
 
 def _problems(split: Split) -> int:

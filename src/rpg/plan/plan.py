@@ -16,14 +16,14 @@ from ..costs import devices, memory
 from ..costs.devices import Device
 from ..costs.operations import Operations
 from ..costs.seconds import StepSizes, Work, rollout_seconds, train_seconds
-from ..loss.methods import Algorithm
+from ..loss.methods import Method
 from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
 from ..models.meta import Shell, shell
 from ..rollout.vllm import GPU_SHARE
 from ..run.config import Config
-from ..training.reference import rule_of
-from ..training.setup import check_rewards, pick_device, pick_dtype, resolve, warnings_about
+from ..training.old_logp import OldLogp
+from ..training.setup import algorithm_of, check_rewards, method_of, pick_device, pick_dtype, warnings_about
 from .data import Data, data_of
 
 SHARES = (0.25, 0.5, 1.0)  # of max_new_tokens: mean length of a response; the middle one is the estimate
@@ -69,10 +69,8 @@ class Disk:
 @dataclass(frozen=True)
 class Plan:
     config: Config
-    algorithm: Algorithm
-    rule: str  # of the reference: see rule_of
-    dynamic: bool
-    overlong: bool
+    method: Method
+    formula: str
     warnings: tuple[str, ...]
     parameters: int
     trained: int
@@ -116,14 +114,14 @@ def plan(
 ) -> Plan:
     """``device``: a name of devices.py; None: the one that the run would have. ``shares`` and ``prompt_tokens`` are
     what is assumed of lengths. A mistake in the settings is a ValueError of one line."""
-    algorithm = resolve(config)
+    method = method_of(config)
     check_rewards(config)
     chosen, dtype = _device(config, device)
     model = shell(config.model, dtype, config.model_options, config.peft.method, json.dumps(config.peft.options))
-    rule, rollout = rule_of(algorithm, config.reference), config.rollout
+    rollout, held = config.rollout, method.anchor != "old"
     if getattr(model.model.config.get_text_config(), "num_attention_heads", None) is None:
         raise ValueError(f"{config.model} has no attention heads: neither a plan nor the engine knows such a model")
-    parts, sizes = _sizes(model.model, config, chosen, rule != "old")
+    needed, sizes = _sizes(model.model, config, chosen, held)
     available = int(memory.SHARE * chosen.memory)
     operations = Operations.of(model.model, dtype.itemsize)
     shape = memory.Shape.of(model.model.config.get_text_config())
@@ -134,34 +132,29 @@ def plan(
         frozen=adapted(model.model),
         recompute=sizes.recompute,
         micro_tokens=sizes.tokens,
-        slots=sizes.slots if parts.total <= available else max(sizes.slots, IF_IT_FITTED),
+        slots=sizes.slots if needed.total <= available else max(sizes.slots, IF_IT_FITTED),
     )
-    dynamic = algorithm.dynamic_sampling if rollout.dynamic is None else rollout.dynamic
-    overlong = algorithm.overlong_penalty if rollout.overlong is None else rollout.overlong
     data = data_of(config)
-    by_vllm = rollout.engine == "vllm" and rollout.old_logp == "auto"
-    passes = (rule != "old") + (rollout.old_logp == "recompute" or by_vllm or algorithm.loss.level != "token")
+    passes = held + OldLogp(config, method.loss, dtype).always
     prompt = prompt_tokens or data.prompt
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
-        more = min(MOST_MORE, rollout.oversample / kept) if dynamic else 1.0
+        more = min(MOST_MORE, rollout.oversample / kept) if method.dynamic else 1.0
         seconds = _seconds(work, chosen, config, prompt, share, more, passes, data.evaluated)
         steps = _steps(config, seconds.step)
         run = steps * seconds.step + _evaluations(config, steps) * seconds.evaluation
         cases.append(Case(max(1.0, share * rollout.max_new_tokens), more, seconds, steps, run))
     return Plan(
         config=config,
-        algorithm=algorithm,
-        rule=rule,
-        dynamic=dynamic,
-        overlong=overlong,
-        warnings=tuple(warnings_about(algorithm, config)),
+        method=method,
+        formula=algorithm_of(config).formula,
+        warnings=tuple(warnings_about(method, config)),
         parameters=model.parameters,
         trained=model.trained,
         known_from=model.known_from,
         device=chosen,
         dtype=str(dtype).removeprefix("torch."),
-        memory=parts,
+        memory=needed,
         available=available,
         micro_tokens=sizes.tokens,
         recompute=sizes.recompute,
@@ -173,14 +166,14 @@ def plan(
         high=cases[2],
         evaluations=_evaluations(config, cases[1].steps),
         data=data,
-        disk=_disk(config, model, parts),
+        disk=_disk(config, model, needed),
     )
 
 
 def _device(config: Config, name: str | None) -> tuple[Device, torch.dtype]:
     if name is None:
-        found = pick_device(config.device)
-        return devices.at_hand(found), pick_dtype(config.dtype, found)
+        here = pick_device(config.device)
+        return devices.at_hand(here), pick_dtype(config.dtype, here)
     chosen = devices.named(name)
     auto = torch.float32 if chosen.cpu else torch.bfloat16
     return chosen, auto if config.dtype == "auto" else pick_dtype(config.dtype, torch.device("cpu"))
@@ -194,24 +187,19 @@ class _Sizes:
 
 
 def _sizes(model: Any, config: Config, device: Device, held: bool) -> tuple[memory.Memory, _Sizes]:
-    """As make_room and pick_slots choose them, on a device that need not be there."""
-    available, logits = int(memory.SHARE * device.memory), not _linear_head(model)
-    optim, slots = config.optim, config.rollout.slots
-    if device.cpu:
-        slots = slots or memory.CPU_SLOTS
-    slots = slots or memory.slots_for(model, config, available, held)
+    """As make_oom_retry and pick_slots choose them, on a device that need not be there."""
+    available = None if device.cpu else int(memory.SHARE * device.memory)
+    logits = not _linear_head(model)
+    slots = memory.slots_for(model, config, available, held)
     config = replace(config, rollout=replace(config.rollout, slots=slots))
-    if device.cpu:
-        tokens, recompute = optim.micro_tokens or memory.CPU_TOKENS, bool(optim.recompute)
-    else:
-        tokens, recompute = memory.choose(model, config, available, held, logits)
-    found = memory.estimate(model, config, tokens, recompute, held, logits)
+    tokens, recompute = memory.choose(model, config, available, held, logits)
+    needed = memory.estimate(model, config, tokens, recompute, held, logits)
     if config.rollout.engine == "vllm":  # its own weights and cache
         share = config.rollout.vllm.get("gpu_memory_utilization", 0.0 if device.cpu else GPU_SHARE)
         if not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"rollout.vllm.gpu_memory_utilization must be between 0 and 1; got {share!r}")
-        found = replace(found, cache=max(found.cache + found.weights, int(share * device.memory)))
-    return found, _Sizes(tokens, recompute, slots)
+        needed = replace(needed, cache=max(needed.cache + needed.weights, int(share * device.memory)))
+    return needed, _Sizes(tokens, recompute, slots)
 
 
 def _linear_head(model: Any) -> bool:
@@ -246,17 +234,17 @@ def _seconds(
     )
 
 
-def _disk(config: Config, model: Shell, parts: memory.Memory) -> Disk:
+def _disk(config: Config, model: Shell, needed: memory.Memory) -> Disk:
     folder, keep = Path(config.output), config.checkpoint
     log = folder / "metrics.jsonl"
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"output: cannot write into {there}; give another folder with --output")
-    weights = sum(x.nbytes for x in adapter_weights(model.model).values()) if adapted(model.model) else parts.weights
+    weights = sum(x.nbytes for x in adapter_weights(model.model).values()) if adapted(model.model) else needed.weights
     return Disk(
         folder=str(folder),
         holds_run=log.is_file() and log.stat().st_size > 0,
-        checkpoint=weights + parts.masters + parts.moments + parts.reference,
+        checkpoint=weights + needed.masters + needed.moments + needed.reference,
         kept=keep.keep + keep.best + 1 if keep.keep else 0,  # a new one is whole before an old one goes
         free=shutil.disk_usage(there).free,
     )

@@ -56,19 +56,21 @@ def _show(plan: Plan, to: Console) -> None:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
-    config, loss = plan.config, plan.algorithm.loss
+    config, method, loss = plan.config, plan.method, plan.method.loss
     rollout = config.rollout
     yield (
         "algorithm",
         [
-            plan.algorithm.formula,
-            f"advantage {advantage_text(plan.algorithm.advantage)}; clip {clip_text(loss.clip)}; {loss.reduction}",
+            plan.formula,
+            f"advantage {advantage_text(method.advantage)}; clip {clip_text(loss.clip)}; {loss.reduction}",
             _kl(plan),
             "; ".join(
                 [
-                    "dynamic sampling: groups of equal rewards are replaced" if plan.dynamic else "no dynamic sampling",
+                    "dynamic sampling: groups of equal rewards are replaced"
+                    if method.dynamic
+                    else "no dynamic sampling",
                     f"overlong penalty in the last {rollout.overlong_tokens} tokens"
-                    if plan.overlong
+                    if method.overlong
                     else "no overlong penalty",
                 ]
             ),
@@ -97,15 +99,12 @@ def _method(plan: Plan) -> str:
 
 
 def _kl(plan: Plan) -> str:
-    loss, reference = plan.algorithm.loss, plan.config.reference
-    if loss.divergence != "none" and loss.beta > 0:
-        text = f"KL {loss.divergence}, β {loss.beta:g}"
-    elif plan.algorithm.advantage.beta > 0:
-        text = f"KL in the reward, β {plan.algorithm.advantage.beta:g}"
-    else:
+    method, loss, reference = plan.method, plan.method.loss, plan.config.reference
+    if not method.has_kl:
         return "no KL term, so no reference"
-    anchor = ANCHORS[plan.rule].format(every=reference.every, kl=reference.kl)
-    if plan.rule == "frozen":
+    text = f"KL {loss.divergence}, β {loss.beta:g}" if loss.has_kl else f"KL in the reward, β {method.advantage.beta:g}"
+    anchor = ANCHORS[method.anchor].format(every=reference.every, kl=reference.kl)
+    if method.anchor == "frozen":
         anchor += ", of which a copy is held" if plan.memory.reference else ": the model with its adapter off, no copy"
     return f"{text}, {anchor}"
 
@@ -136,7 +135,7 @@ def _time(plan: Plan) -> Table:
     for title in ("low", "middle", "high"):
         table.add_column(title, justify="right")
     table.add_row("mean response, tokens", *(f"{case.length:,.0f}" for case in cases))
-    if plan.dynamic:
+    if plan.method.dynamic:
         table.add_row("prompts sampled for one kept", *(f"{case.sampled:g}" for case in cases))
     table.add_section()
     for name in ("rollout", "logp", "train", "step"):

@@ -1,7 +1,7 @@
-"""How a response is scored: parts and weights, functions of the user, their processes and limits."""
+"""How a response is scored: parts and weights, functions of the user, their processes and limits.
 
-from __future__ import annotations
-
-from .scoring import Part, Reward, RewardError, Scorer, Scores
-
-__all__ = ["Part", "Reward", "RewardError", "Scorer", "Scores"]
+A reward function is called in one place, ``Caller`` (calling.py): in this process if it is trusted, else in a worker.
+On the way there: ``Scorer.score`` (scoring.py) hands calls to ``WorkerProcess.send`` (worker_process.py), and in the
+fresh interpreter at the other end ``work`` (worker.py) makes them. Nothing is imported here: a worker starts with as
+little as it can.
+"""

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..console import describe
+
 FILES: dict[str, str] = {}  # name in sys.modules -> file, of what load_file_module has loaded
 
 
@@ -29,11 +31,11 @@ def load_function(spec: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         line = line_in(error, where)
         raise ImportFailed(f"cannot import {where}: {describe(error)}{f' (line {line})' if line else ''}") from error
-    found = getattr(module, name, None)
-    if callable(found):
-        return found  # type: ignore[no-any-return]
+    function = getattr(module, name, None)
+    if callable(function):
+        return function  # type: ignore[no-any-return]
     if hasattr(module, name):
-        raise ImportFailed(f"{spec} is no function but {type(found).__name__}")
+        raise ImportFailed(f"{spec} is no function but {type(function).__name__}")
     names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
     near = difflib.get_close_matches(name, names, n=1)
     raise ImportFailed(f"{where} has no function {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
@@ -84,16 +86,6 @@ def load_file_module(path: str) -> ModuleType:
 def _importable(folder: str) -> None:
     if folder not in sys.path:
         sys.path.append(folder)  # last: nothing in it hides a module of Python's
-
-
-def describe(error: BaseException) -> str:
-    """KeyError: 'x', on one line of bounded length, whatever the exception's own __str__ does."""
-    try:
-        text = " ".join(str(error)[:1000].split())
-    except Exception:
-        text = "(no message: its __str__ raised)"
-    text = text if len(text) <= 200 else text[:199] + "…"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def line_in(error: BaseException, path: str) -> int | None:

@@ -1,68 +1,34 @@
-"""Rewards from functions that nobody has checked: in processes of their own, with a deadline and a memory limit.
+"""Scorer: rewards for responses, from functions that nobody has checked.
 
-A worker (worker.py) is a fresh interpreter, started by name rather than through ``multiprocessing``, which would import
-the user's main script, and with it torch, into each one. It leads a process group of its own: a Ctrl-C at the terminal
-does not reach it, and it is killed together with whatever the reward function started.
+Trusted functions are called right here; others in processes of their own, with a deadline and a memory limit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import pickle
 import selectors
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from . import worker as inside
-from .importing import FILES, describe, load_function, split_spec
-from .worker import (
-    BROKEN,
-    DIED,
-    FLIGHT,
-    LEAVING,
-    LENGTH,
-    NOBODY,
-    NOT_FINITE,
-    OK,
-    RAISED,
-    READY,
-    REPLY,
-    RUNNING,
-    SPENT,
-    TIMED_OUT,
-    Caller,
-    Item,
-    Message,
-    Outcome,
-    Running,
-    late,
-)
+from . import worker as worker_module
+from .calling import Caller
+from .importing import load_function
+from .messages import NO_CALL, Item, Kind, Outcome, late
+from .worker_process import WorkerProcess, pack_setup
 
-FAILURES = {RAISED: "raised", SPENT: "raised", DIED: "raised", TIMED_OUT: "timed_out", NOT_FINITE: "not_finite"}
-MESSAGES = 5
+RAISED, TIMED_OUT, NOT_FINITE = "raised", "timed_out", "not_finite"  # keys of Scores.failures
+FAILURES: dict[int, str] = {Kind.TIMED_OUT: TIMED_OUT, Kind.NOT_FINITE: NOT_FINITE}  # other kinds: raised
+MOST_MESSAGES = 5
 SOLVED = 0.5  # a larger reward counts as solved
 CORRECT = "correct"  # the part that decides alone whether a response is solved, where there is one
-START = 120.0  # seconds for a worker to import the reward function
 LARGEST = 3.4e38  # reward, either way: training is in float32
-STILLBORN = 3  # workers in a row that die before they are ready, after which it is no accident
-GRACE = 1.0  # seconds for a worker to say itself that an async function has passed its deadline
-PROGRAM = (
-    "import sys; (*fds, parent), sys.path = map(int, sys.argv[1:5]), sys.argv[5:];"
-    "from rpg.rewards.worker import work; work(*fds, parent)"
-)
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+MOST_FAILED_STARTS = 3  # workers in a row that die before they are ready, after which it is no accident
 
 
 class Reward(Protocol):
@@ -124,17 +90,17 @@ class Scorer:
         self.timeout, self.on_error = timeout, on_error
         several = isinstance(reward, Sequence) and not isinstance(reward, str)
         self.parts: tuple[Part, ...] = tuple(reward) if several else (Part("", reward, trusted=trusted),)  # type: ignore
-        self._here = {
+        self._trusted = {
             p: Caller(load_function(part.function) if isinstance(part.function, str) else part.function, Exception)
             for p, part in enumerate(self.parts)
             if part.trusted
         }
-        self._away = [p for p in range(len(self.parts)) if p not in self._here]
-        self._setup = _pack([self.parts[p].function for p in self._away], memory_gb, timeout)
+        self._untrusted = [p for p in range(len(self.parts)) if p not in self._trusted]
+        self._setup = pack_setup([self.parts[p].function for p in self._untrusted], memory_gb, timeout)
         self._count = workers
-        self._workers: list[_Worker] = []
-        self._together: list[bool] = []  # of the functions in workers: whether one worker runs many calls at a time
-        self._stillborn = 0
+        self._workers: list[WorkerProcess] = []
+        self._is_async: list[bool] = []  # of the functions in workers
+        self._failed_starts = 0
         self._next = 0  # number of the next call: what an earlier one left behind is not taken for a later one
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -149,52 +115,51 @@ class Scorer:
     def close(self) -> None:
         """End the workers."""
         self._finalizer()
-        for caller in self._here.values():
+        for caller in self._trusted.values():
             caller.close()
 
     def start(self) -> None:
         """Start the workers and wait for the first: a reward function that cannot be imported is a ValueError here."""
-        if self._away:
+        if self._untrusted:
             with self._lock:
                 self._await_first()
 
     def score(self, items: Sequence[Item]) -> Scores:
         """One reward for each (response, answer, prompt), in order."""
-        outcomes = {p: [caller(item) for item in items] for p, caller in self._here.items()}
-        if self._away:
-            calls = [(f, item) for item in items for f in range(len(self._away))]
+        outcomes = {p: [caller(item) for item in items] for p, caller in self._trusted.items()}
+        if self._untrusted:
             with self._lock:
-                found = self._distribute(calls)
-            for f, p in enumerate(self._away):
-                outcomes[p] = found[f :: len(self._away)]
+                answers = self._distribute([(f, item) for item in items for f in range(len(self._untrusted))])
+            for f, p in enumerate(self._untrusted):
+                outcomes[p] = answers[f :: len(self._untrusted)]
         return self._sum(outcomes, len(items))
 
     def _sum(self, outcomes: dict[int, list[Outcome]], count: int) -> Scores:
-        failures, messages = dict.fromkeys(FAILURES.values(), 0), []
+        failures, messages = dict.fromkeys((RAISED, TIMED_OUT, NOT_FINITE), 0), []
         values, parts, failed = [0.0] * count, {}, {}
         for p, part in enumerate(self.parts):
-            parts[p] = [value if kind == OK else self.on_error for kind, value, _ in outcomes[p]]
-            failed[p] = [kind != OK for kind, _, _ in outcomes[p]]
+            parts[p] = [value if kind == Kind.OK else self.on_error for kind, value, _ in outcomes[p]]
+            failed[p] = [kind != Kind.OK for kind, _, _ in outcomes[p]]
             values = [total + part.weight * value for total, value in zip(values, parts[p], strict=True)]
             for kind, _, message in outcomes[p]:
-                if kind != OK:
-                    failures[FAILURES[kind]] += 1
+                if kind != Kind.OK:
+                    failures[FAILURES.get(kind, RAISED)] += 1
                     messages.append(f"{part.name}: {message}" if part.name else message)
         decides = [p for p, part in enumerate(self.parts) if part.name == CORRECT]
         for i, value in enumerate(values):
             if not abs(value) <= LARGEST:  # nor is nan
-                failures[FAILURES[NOT_FINITE]] += 1
+                failures[NOT_FINITE] += 1
                 messages.append(f"the sum of weight × part is beyond ±{LARGEST:g}")
                 values[i] = self.on_error
                 if not decides:
                     failed[0][i] = True
-        given = parts[decides[0]] if decides else values
+        deciding = parts[decides[0]] if decides else values
         return Scores(
             values=values,
             failures=failures,
-            messages=list(dict.fromkeys(messages))[:MESSAGES],
+            messages=list(dict.fromkeys(messages))[:MOST_MESSAGES],
             solved=[
-                value > SOLVED and not any(failed[p][i] for p in decides or failed) for i, value in enumerate(given)
+                value > SOLVED and not any(failed[p][i] for p in decides or failed) for i, value in enumerate(deciding)
             ],
             parts={part.name: parts[p] for p, part in enumerate(self.parts) if part.name},
         )
@@ -206,27 +171,28 @@ class Scorer:
         while all(worker.starting for worker in self._workers):
             self._step({}, deque())
 
-    def _distribute(self, given: Sequence[tuple[int, Item]]) -> list[Outcome]:
+    def _distribute(self, wanted: Sequence[tuple[int, Item]]) -> list[Outcome]:
+        """Have the workers make these calls, (number of the function, item) each."""
         outcomes: dict[int, Outcome] = {}
         self._await_first()
-        first = self._next if self._next + len(given) < NOBODY else 0
-        self._next = first + len(given)
-        calls = dict(enumerate(given, first))
-        alone = deque(i for i, (function, _) in calls.items() if not self._together[function])
-        together = deque(i for i, (function, _) in calls.items() if self._together[function])
+        first = self._next if self._next + len(wanted) < NO_CALL else 0
+        self._next = first + len(wanted)
+        calls = dict(enumerate(wanted, first))
+        plain = deque(i for i, (function, _) in calls.items() if not self._is_async[function])
+        of_async = deque(i for i, (function, _) in calls.items() if self._is_async[function])
         try:
             while len(outcomes) < len(calls):
                 for place, worker in enumerate(self._workers):
                     if not worker.pending:  # every other one begins with the other kind
-                        worker.together = bool(together) and (place % 2 == 0 or not alone)
-                    queue = together if worker.together else alone
+                        worker.is_async = bool(of_async) and (place % 2 == 0 or not plain)
+                    queue = of_async if worker.is_async else plain
                     while queue and worker.has_room and worker.send((queue[0], *calls[queue[0]]), self.timeout):
                         queue.popleft()
                     self._listen(worker)
                 back: deque[int] = deque()
                 self._step(outcomes, back)
                 for i in back:
-                    (together if self._together[calls[i][0]] else alone).appendleft(i)
+                    (of_async if self._is_async[calls[i][0]] else plain).appendleft(i)
         finally:  # interrupted: what is still at work would answer to the wrong calls
             for worker in [w for w in self._workers if w.pending]:
                 self._drop(worker)
@@ -235,21 +201,21 @@ class Scorer:
     def _fill(self) -> None:
         if not self._finalizer.alive:
             raise ValueError("this Scorer is closed")
-        if inside.inside_worker:
+        if worker_module.inside_worker:
             raise RuntimeError("a script that scores must do so under `if __name__ == '__main__':`")
         while len(self._workers) < self._count:
-            worker = _Worker(self._setup)
+            worker = WorkerProcess(self._setup)
             self._workers.append(worker)
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
             self._listen(worker)
 
-    def _listen(self, worker: _Worker) -> None:
+    def _listen(self, worker: WorkerProcess) -> None:
         """Hear of it when it takes more, while there is more to send."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.sending else 0)
         if events != self._selector.get_key(worker.socket).events:
             self._selector.modify(worker.socket, events, worker)
 
-    def _drop(self, worker: _Worker) -> str:
+    def _drop(self, worker: WorkerProcess) -> str:
         self._workers.remove(worker)
         self._selector.unregister(worker.socket)
         return worker.end()
@@ -258,7 +224,7 @@ class Scorer:
         """Wait for answers, deaths or the next deadline; write down what became of the calls, or that they are back."""
         wait = min(worker.deadline for worker in self._workers) - time.monotonic()
         for key, events in self._selector.select(None if wait == math.inf else max(wait, 0)):
-            worker: _Worker = key.data
+            worker: WorkerProcess = key.data
             if events & selectors.EVENT_WRITE:
                 worker.flush()
                 self._listen(worker)
@@ -266,37 +232,39 @@ class Scorer:
                 if not self._answered(worker, number, outcome, outcomes, back):
                     break
         now = time.monotonic()
-        for worker in [w for w in self._workers if w.deadline <= now and not w.moved(self.timeout)]:
-            kind = DIED if worker.starting else TIMED_OUT
-            self._answered(worker, NOBODY, (kind, 0.0, late(self.timeout)), outcomes, back)
+        for worker in [w for w in self._workers if w.deadline <= now and not w.still_moving(self.timeout)]:
+            kind = Kind.DIED if worker.starting else Kind.TIMED_OUT
+            self._answered(worker, NO_CALL, (kind, 0.0, late(self.timeout)), outcomes, back)
         self._fill()
 
     def _answered(
-        self, worker: _Worker, number: int, outcome: Outcome, outcomes: dict[int, Outcome], back: deque[int]
+        self, worker: WorkerProcess, number: int, outcome: Outcome, outcomes: dict[int, Outcome], back: deque[int]
     ) -> bool:
         """Whether the worker lives on. A call that has cost a worker its life is not tried again."""
         kind, _, message = outcome
-        if kind == READY:
-            worker.starting, worker.deadline, self._stillborn = False, math.inf, 0
-            self._together = [flag == "1" for flag in message]
+        if kind == Kind.READY:
+            worker.starting, worker.deadline, self._failed_starts = False, math.inf, 0
+            self._is_async = [flag == "1" for flag in message]
             return True
-        if kind == LEAVING:
+        if kind == Kind.LEAVING:
             worker.leaving = True
             return True
-        if number != NOBODY:
+        if number != NO_CALL:
             outcomes[number] = outcome
             worker.answered(number)
-        if kind == SPENT or number == NOBODY:
-            blamed = worker.blamed() if number == NOBODY else ()
+        if kind == Kind.OUT_OF_MEMORY or number == NO_CALL:
+            blamed = worker.blamed() if number == NO_CALL else ()
             cause = self._drop(worker)
-            if kind == BROKEN:
+            if kind == Kind.CANNOT_LOAD:
                 raise RewardError(message)
-            if kind == DIED:
-                outcome = (DIED, 0.0, f"worker died: {cause}")
+            if kind == Kind.DIED:
+                outcome = (Kind.DIED, 0.0, f"worker died: {cause}")
             if worker.starting:
-                self._stillborn += 1
-                if self._stillborn >= STILLBORN:
-                    raise RewardError(f"{STILLBORN} reward workers in a row died before they were ready: {cause}")
+                self._failed_starts += 1
+                if self._failed_starts >= MOST_FAILED_STARTS:
+                    raise RewardError(
+                        f"{MOST_FAILED_STARTS} reward workers in a row died before they were ready: {cause}"
+                    )
             outcomes.update((call, outcome) for call in blamed)
             back.extend(call for call in worker.pending if call not in outcomes)
             return False
@@ -306,156 +274,8 @@ class Scorer:
         return True
 
 
-class _Worker:
-    """This side's end of a worker process."""
-
-    def __init__(self, setup: bytes) -> None:
-        self.socket, theirs = socket.socketpair()
-        watched, self._lifeline = os.pipe()  # its end tells them that this process is gone
-        try:
-            with tempfile.TemporaryFile() as shared:
-                shared.truncate(RUNNING.size)
-                self._running = Running(shared.fileno())
-                fds = (theirs.fileno(), watched, shared.fileno())
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, *map(str, fds), str(os.getpid()), *map(str, sys.path)],
-                    pass_fds=fds,
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={**dict.fromkeys(ONE_THREAD, "1"), **os.environ},
-                )
-        except BaseException:
-            self.socket.close()
-            os.close(self._lifeline)
-            raise
-        finally:
-            theirs.close()
-            os.close(watched)
-        self.socket.setblocking(False)
-        self.starting = True
-        self.leaving = False  # takes no more calls
-        self.together = False  # many calls at a time
-        self.pending: dict[int, None] = {}  # calls it has not answered
-        self.deadline = time.monotonic() + START
-        self._steps = 0  # as last seen
-        self._out, self._in = bytearray(), bytearray()
-        self._write(setup)
-
-    @property
-    def sending(self) -> bool:
-        return bool(self._out)
-
-    @property
-    def has_room(self) -> bool:
-        most = 0 if self.starting or self.leaving or self._out else FLIGHT if self.together else 1
-        return len(self.pending) < most
-
-    def send(self, message: Message, timeout: float) -> bool:
-        """False: it has died in the meantime, which ``receive`` will say."""
-        if not self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)):
-            return False
-        if not self.pending:
-            self._watch(timeout)
-        self.pending[message[0]] = None
-        return True
-
-    def answered(self, call: int) -> None:
-        del self.pending[call]
-        if not self.pending:
-            self.deadline = math.inf
-
-    def moved(self, timeout: float) -> bool:
-        """Whether a worker past its deadline goes on nevertheless: with many calls, each of which it times itself."""
-        if not self.together or self.starting or self._running.read()[0] == self._steps:
-            return False
-        self._watch(timeout)
-        return True
-
-    def _watch(self, timeout: float) -> None:
-        self.deadline = time.monotonic() + timeout + (GRACE if self.together else 0.0)
-        self._steps = self._running.read()[0]
-
-    def blamed(self) -> Iterable[int]:
-        """The call that is running, or nobody if it was one that is over (its clean-up); of many, if none of them is
-        running, any may have done it."""
-        call = self._running.read()[1] if self.together else NOBODY
-        return tuple(self.pending) if call == NOBODY else (call,) if call in self.pending else ()
-
-    def _write(self, data: bytes) -> bool:
-        self._out += LENGTH.pack(len(data)) + data
-        return self.flush()
-
-    def flush(self) -> bool:
-        """Send what there is room for."""
-        try:
-            while self._out:
-                del self._out[: self.socket.send(self._out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._out.clear()
-            with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)
-            return False
-        return True
-
-    def receive(self) -> Iterable[tuple[int, Outcome]]:
-        """(number of the call, what came of it), as far as they have arrived; last of all, that it has died."""
-        data = b""
-        with contextlib.suppress(OSError):
-            data = self.socket.recv(2**16)
-        self._in += data
-        while len(self._in) >= REPLY.size:
-            number, kind, value, length = REPLY.unpack_from(self._in)
-            if len(self._in) < REPLY.size + length:
-                break
-            message = self._in[REPLY.size : REPLY.size + length].decode("utf-8", "replace")
-            del self._in[: REPLY.size + length]
-            yield number, (kind, value, message)
-        if not data:
-            yield NOBODY, (DIED, 0.0, "")
-
-    def end(self) -> str:
-        """Kill it and all that it started; say how it had ended if it had."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
-        self.socket.close()
-        self._running.close()
-        os.close(self._lifeline)
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def _end(workers: list[_Worker], selector: selectors.BaseSelector, owner: int) -> None:
+def _end(workers: list[WorkerProcess], selector: selectors.BaseSelector, owner: int) -> None:
     if os.getpid() == owner:  # not a fork, whose copy this is
         selector.close()
         while workers:
             workers.pop().end()
-
-
-def _pack(functions: Sequence[Any], memory_gb: float, timeout: float) -> bytes:
-    """All that a worker needs to know."""
-    files, named = dict(FILES), []
-    for function in functions:
-        if isinstance(function, str):
-            named.append(":".join(split_spec(function)))
-            continue
-        name = getattr(function, "__qualname__", type(function).__name__)
-        if not callable(function):
-            raise ValueError(f"reward must be a function or the name of one; got {name}")
-        way_out = "define it at the top level of a file, or give its name, file.py:name"
-        try:
-            pickled = pickle.dumps(function)
-        except Exception as error:
-            text = f"reward {name!r} cannot be sent to another process; {way_out} ({describe(error)})"
-            raise ValueError(text) from error
-        if b"__main__" in pickled:
-            main = sys.modules["__main__"]
-            source = main.__spec__.name if main.__spec__ else getattr(main, "__file__", None)
-            if source is None:
-                raise ValueError(f"reward {name!r} is defined in an interactive session; {way_out}")
-            files["__main__"] = source if main.__spec__ else os.path.abspath(source)
-        named.append(function)
-    return pickle.dumps((pickle.dumps(named), files, memory_gb, timeout))

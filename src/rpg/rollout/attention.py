@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..kernels.interface import attention_by, configs_of
+from ..kernels.custom_attention import configs_of, custom_attention
 
 
 class Cache(Protocol):
@@ -29,7 +29,7 @@ def attending(model: Any, cache: Cache) -> Iterator[None]:
     training = model.training
     try:
         model.eval()
-        with attention_by(configs_of(model), cache.attend):
+        with custom_attention(configs_of(model), cache.attend):
             yield
     finally:
         model.train(training)

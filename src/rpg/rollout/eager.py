@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.sample_torch import sample, uniform_table
 from .attention import attending, logits_after
-from .engine import NotFinite, Rollout, Sampling
+from .engine import Rollout, Sampling, read_rollouts
 
 
 class SlotCache:
@@ -128,7 +128,7 @@ def _attend_to_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return output.reshape(rows, 1, heads, value.shape[3])
 
 
-class Batch:
+class EagerBatch:
     """One call of generate: ``run`` it, then take the ``rollouts``.
 
     Request r is sample r % n of prompt r // n; all state of live rows is in tensors over A.
@@ -240,9 +240,4 @@ class Batch:
         self.request_A, self.cache.position_A = self.request_A[:count], self.cache.position_A[:count]
 
     def rollouts(self) -> list[list[Rollout]]:
-        lengths, ended = self.length.tolist(), self.ended.tolist()
-        if not bool(self.logp.isfinite().all()):
-            raise NotFinite("the model's logits are not finite: its weights, or a number on the way, overflowed")
-        tokens, logp = self.tokens.cpu(), self.logp.cpu()
-        flat = [Rollout(tokens[r, :t].tolist(), logp[r, :t].tolist(), ended[r]) for r, t in enumerate(lengths)]
-        return [flat[i : i + self.n] for i in range(0, len(flat), self.n)]
+        return read_rollouts(self.tokens, self.logp, self.length, self.ended, self.n)

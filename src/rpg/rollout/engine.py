@@ -1,10 +1,13 @@
-"""What the trainer asks of an engine."""
+"""What the trainer asks of an engine, and what engines have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ class Sampling:
 
 
 class NotFinite(ValueError):
-    """The model gives no probabilities to sample from; its text is one line."""
+    """The model gives no probabilities to sample from."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not finite: its weights, or a number on the way, overflowed")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,27 @@ class Rollout:
     tokens: list[int]
     logp: list[float]
     finished: bool  # ended by an end token, not by the limit
+
+
+def nothing_to_sample(prompts: Sequence[Sequence[int]], n: int) -> bool:
+    if prompts and n > 0 and not all(prompts):
+        raise ValueError("a prompt is empty: it needs at least one token")
+    return not prompts or n < 1
+
+
+def in_groups(rollouts: list[Rollout], n: int) -> list[list[Rollout]]:
+    """Of each prompt its n."""
+    return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+
+def read_rollouts(tokens: Tensor, logp: Tensor, length: Tensor, ended: Tensor, n: int) -> list[list[Rollout]]:
+    """From tensors over requests, [R,T] and [R]; what lies beyond a response's length does not count."""
+    lengths, logp = length.tolist(), logp.cpu()
+    live = torch.arange(logp.shape[1]) < torch.tensor(lengths)[:, None]
+    if not bool(logp[live].isfinite().all()):
+        raise NotFinite
+    rows = zip(tokens.tolist(), logp.tolist(), lengths, ended.bool().tolist(), strict=True)
+    return in_groups([Rollout(row[:size], numbers[:size], end) for row, numbers, size, end in rows], n)
 
 
 class Engine(Protocol):

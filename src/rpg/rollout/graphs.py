@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..console import first_line
 from ..kernels.decode import decode_attention
 from ..kernels.logp import head_logits
 from ..kernels.merged import merging
@@ -25,7 +26,7 @@ from ..kernels.sample import fused_sample
 from ..kernels.sample_torch import uniform_table
 from ..kernels.step import DEAD, LENGTH, PROMPT, PROMPT_LENGTH, SLOT, begin_step, end_step
 from .attention import attending, logits_after
-from .engine import NotFinite, Rollout, Sampling
+from .engine import Rollout, Sampling, read_rollouts
 
 LOOK_EVERY = 8  # steps between two looks at who is done
 READ_TOKENS = 32768  # prompt tokens in one pass
@@ -121,7 +122,7 @@ class GraphDecoder:
 
     def __init__(self, model: Any, linear: bool, slots: int, capture: bool, warn: Callable[[str], None]):
         self.model, self.linear, self.slots, self.capture, self.warn = model, linear, slots, capture, warn
-        self.longest_prompt = 0  # that is to be expected: room for less would have to grow, and graphs be captured anew
+        self.longest_prompt = 0  # that is to be expected: more would need new buffers and new graphs
         self.buffers: Slots | None = None
         self.graphs: dict[tuple[int, float, float, int], torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
@@ -129,7 +130,7 @@ class GraphDecoder:
         self._weights: list[int] = []
 
     def release(self) -> None:
-        """Give back the caches and the graphs; the next generate makes them anew."""
+        """Give back the caches and the graphs; the next generate makes new ones."""
         self.graphs.clear()
         self.buffers, self.pool = None, None
 
@@ -169,8 +170,7 @@ class GraphDecoder:
         except Exception as error:  # an architecture that asks the host on the way
             _leave(stream, pool)
             self.capture = False
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            self.warn(f"decoding without CUDA graphs, which is slow: {reason}")
+            self.warn(f"decoding without CUDA graphs, which is slow: {first_line(error)}")
             return
         self.pool = pool
         if len(self.graphs) >= MOST_GRAPHS:  # of temperatures, say, that change from call to call
@@ -373,16 +373,7 @@ class GraphBatch:
         self.live, self.age = [self.live[row] for row in kept], [self.age[row] for row in kept]
 
     def rollouts(self) -> list[list[Rollout]]:
-        lengths, ended = self.length.tolist(), self.ended.bool().tolist()
-        tokens, logp = self.tokens.tolist(), self.logp.cpu()
-        live = torch.arange(logp.shape[1]) < torch.tensor(lengths)[:, None]
-        if not bool(logp[live].isfinite().all()):
-            raise NotFinite("the model's logits are not finite: its weights, or a number on the way, overflowed")
-        flat = [
-            Rollout(row[:length], numbers[:length], end)
-            for row, numbers, length, end in zip(tokens, logp.tolist(), lengths, ended, strict=True)
-        ]
-        return [flat[i : i + self.n] for i in range(0, len(flat), self.n)]
+        return read_rollouts(self.tokens, self.logp, self.length, self.ended, self.n)
 
 
 def _leave(stream: torch.cuda.Stream, pool: Any) -> None:

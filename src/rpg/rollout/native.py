@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from ..console import first_line
 from ..kernels.fused import fuse
 from ..kernels.merged import merge
-from ..models.policy import head_is_linear
-from . import eager
-from .engine import Rollout, Sampling
+from ..models.architecture import head_is_linear
+from ..models.loading import end_ids_of
+from .eager import EagerBatch
+from .engine import Rollout, Sampling, nothing_to_sample
 from .graphs import END_ROOM, GraphBatch, GraphDecoder, Timing
+from .self_check import check_engine
 
 
 class NativeEngine:
@@ -37,12 +40,9 @@ class NativeEngine:
         end_ids: Sequence[int] | None = None,
     ):
         self.model, self.slots, self.warn = model, slots, warn
-        own = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
-        ends = own if end_ids is None else [list(end_ids)]
-        flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
-        if not flat:
+        self.end_ids = sorted(set(end_ids_of(tokenizer, model.generation_config) if end_ids is None else end_ids))
+        if not self.end_ids:
             raise ValueError("the model has no end token: neither its tokenizer nor its generation config names one")
-        self.end_ids = sorted(set(flat))
         on_gpu = model.device.type == "cuda"
         self.decoder: GraphDecoder | None = None
         if (on_gpu if graphs is None else graphs) and len(self.end_ids) <= END_ROOM:
@@ -72,7 +72,7 @@ class NativeEngine:
         """Nothing to do: the weights are the trainer's own."""
 
     def release(self) -> None:
-        """Give back what is held between two calls: caches and graphs. The next call makes them anew."""
+        """Give back what is held between two calls: caches and graphs. The next call makes new ones."""
         if self.decoder is not None:
             self.decoder.release()
         gc.collect()
@@ -80,34 +80,17 @@ class NativeEngine:
             torch.cuda.empty_cache()
 
     def _try_out(self) -> None:
-        """A few tokens against the model's plain forward pass: an architecture that does not fit is refused."""
-        name, config = type(self.model).__name__, self.model.config.get_text_config()
-        known = self.model.get_input_embeddings().weight.shape[0]
-        prompts = [[i % known for i in range(1, 7)], [3 % known]]
-        tolerance = 0.02 if next(self.model.parameters()).dtype in (torch.float32, torch.float64) else 0.5
-        training = self.model.training
-        self.model.eval()
+        """An architecture that does not fit is refused."""
         try:
-            if getattr(config, "attention_chunk_size", None) is not None:
+            if getattr(self.model.config.get_text_config(), "attention_chunk_size", None) is not None:
                 raise NotImplementedError("attention in chunks")
-            found = self._generate(prompts, 2, Sampling(3), 0, 3, [])
-            worst = max(self._error(prompt, r) for prompt, rs in zip(prompts, found, strict=True) for r in rs)
+            check_engine(self.model, lambda prompts: self._generate(prompts, 2, Sampling(3), 0, 3, []))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(f"the native engine cannot run {name}: {reason}") from error
-        finally:
-            self.model.train(training)
-        if not worst <= tolerance:
-            raise ValueError(f"the native engine cannot run {name}: its log-probabilities are wrong by {worst:.2g}")
-
-    @torch.inference_mode()
-    def _error(self, prompt: Sequence[int], rollout: Rollout) -> float:
-        ids = torch.tensor([[*prompt, *rollout.tokens]], device=self.model.device)
-        logp_TV = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        logp_T = logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0]
-        return float((logp_T - torch.tensor(rollout.logp, device=logp_T.device)).abs().max())
+            raise ValueError(
+                f"the native engine cannot run {type(self.model).__name__}: {first_line(error)}"
+            ) from error
 
     def generate(
         self,
@@ -123,10 +106,8 @@ class NativeEngine:
     ) -> list[list[Rollout]]:
         """See ``Engine``. Out of memory: the same responses again, with half the slots."""
         how = Sampling(max_new_tokens, temperature, top_p, top_k)
-        if not prompt_ids or n < 1:
+        if nothing_to_sample(prompt_ids, n):
             return [[] for _ in prompt_ids]
-        if any(not prompt for prompt in prompt_ids):
-            raise ValueError("a prompt is empty: it needs at least one token")
         while True:
             try:
                 return self._generate(prompt_ids, n, how, seed, self.slots, self.end_ids, progress)
@@ -149,11 +130,11 @@ class NativeEngine:
         end_ids: Sequence[int],
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
-        batch: eager.Batch | GraphBatch
+        batch: EagerBatch | GraphBatch
         # kernels and graphs are of the current device
         with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
             if self.decoder is None:
-                batch = eager.Batch(self.model, end_ids, prompts, n, how, seed, min(slots, n * len(prompts)))
+                batch = EagerBatch(self.model, end_ids, prompts, n, how, seed, min(slots, n * len(prompts)))
             else:
                 self.decoder.slots = slots
                 batch = GraphBatch(self.decoder, end_ids, prompts, n, how, seed)

@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,12 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.sample_torch import uniforms
-from .engine import NotFinite, Rollout, Sampling
+from ..console import first_line
+from ..kernels.sample_torch import uniform_table
+from ..models.plain_weights import stored_state
+from .engine import NotFinite, Rollout, Sampling, in_groups, nothing_to_sample
+from .self_check import check_engine
 
 CPU_CACHE = 2**30  # bytes of keys and values on a CPU, where nothing is said of them
 GPU_SHARE = 0.4  # of a GPU's memory for vLLM's weights, keys and values: the rest is the trainer's
-OWN = ("model", "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config")  # options the engine sets
+SET_HERE = ("model", "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config")
 
 
 class VllmEngine:
@@ -51,29 +53,27 @@ class VllmEngine:
             raise ValueError("the model has no end token: name one with rollout.end_tokens")
         size = model.get_input_embeddings().weight.shape[0]
         self.stops = [i for i in self.end_ids if i < size]  # a tokenizer may have more tokens than its model
-        given = dict(options or {})
-        if taken := sorted(set(given).intersection(OWN)):
+        options = dict(options or {})
+        if taken := sorted(set(options).intersection(SET_HERE)):
             raise ValueError(f"rollout.vllm.{taken[0]} is set by the engine and cannot be given")
-        if int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1)) != 1:
+        if int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1)) != 1:
             raise ValueError("rollout.vllm: one GPU only; the weights are updated within this process")
         self.name, self.asleep = type(model).__name__, False
         self.vllm = _import()
         self.stale = True  # the weights are not the policy's
         try:
-            self.llm = self._start(given, longest, slots)
+            self.llm = self._start(options, longest, slots)
             _spare(model)
             self.longest = int(self.llm.llm_engine.model_config.max_model_len)
             self.can_sleep = bool(self.llm.llm_engine.model_config.enable_sleep_mode)
-            worst = self._try_out()
+            check_engine(model, lambda prompts: self.generate(prompts, 2, 2), min(6, self.longest - 3))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of pydantic, torch and vLLM's own kinds
             raise ValueError(f"vLLM cannot run {self.name}: {_reason(error)}") from error
-        if not worst <= (0.02 if model.dtype in (torch.float32, torch.float64) else 0.5):
-            raise ValueError(f"vLLM cannot run {self.name}: its log-probabilities are wrong by {worst:.2g}")
         self.stale = True  # a checkpoint may be loaded into the policy before the first call
 
-    def _start(self, given: dict[str, Any], longest: int, slots: int) -> Any:
+    def _start(self, options: dict[str, Any], longest: int, slots: int) -> Any:
         from vllm.platforms import current_platform
 
         config = copy.deepcopy(self.model.config)
@@ -100,27 +100,8 @@ class VllmEngine:
                 load_format="dummy",
                 logprobs_mode="processed_logprobs",  # of what is sampled from: tempered and truncated
                 generation_config="vllm",  # no penalties of the model's own
-                **usual | given,
+                **usual | options,
             )
-
-    def _try_out(self) -> float:
-        """How far a few tokens are from the model's plain forward pass: what vLLM computes otherwise is refused."""
-        known = self.model.get_input_embeddings().weight.shape[0]
-        prompts = [[i % known for i in range(1, min(7, self.longest - 2))], [3 % known]]
-        training = self.model.training
-        self.model.eval()
-        try:
-            found = self.generate(prompts, 2, 2)
-            return max(self._error(p, r) for p, group in zip(prompts, found, strict=True) for r in group)
-        finally:
-            self.model.train(training)
-
-    @torch.inference_mode()
-    def _error(self, prompt: Sequence[int], rollout: Rollout) -> float:
-        ids = torch.tensor([[*prompt, *rollout.tokens]], device=self.model.device)
-        logp_TV = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        logp_T = logp_TV.gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu()
-        return float((logp_T - torch.tensor(rollout.logp)).abs().max())
 
     # ---- weights and memory ------------------------------------------------------------------------------------------
 
@@ -170,20 +151,20 @@ class VllmEngine:
     ) -> list[list[Rollout]]:
         """See ``Engine``."""
         how = Sampling(max_new_tokens, temperature, top_p, top_k)
-        if not prompt_ids or n < 1:
+        if nothing_to_sample(prompt_ids, n):
             return [[] for _ in prompt_ids]
-        if any(not prompt for prompt in prompt_ids):
-            raise ValueError("a prompt is empty: it needs at least one token")
         if (most := max(map(len, prompt_ids)) + max_new_tokens) > self.longest:
             raise ValueError(
                 f"a prompt and its response of up to {most} tokens do not fit into rollout.vllm.max_model_len="
                 f"{self.longest}"
             )
         self._ready()
+        repeated = [prompt for prompt in prompt_ids for _ in range(n)]
+        seeds = (int(x * 2**53) for x in uniform_table(seed, prompt_ids, n, 1)[:, 0].tolist())
         with _unchanged():
-            found = self._run([(prompt, self._params(how, s)) for prompt, s in _seeds(seed, prompt_ids, n)], progress)
-        flat = [self._rollout(completion, temperature) for completion in found]
-        return [flat[i : i + n] for i in range(0, len(flat), n)]
+            requests = [(prompt, self._params(how, s)) for prompt, s in zip(repeated, seeds, strict=True)]
+            completions = self._run(requests, progress)
+        return in_groups([self._rollout(completion, temperature) for completion in completions], n)
 
     def _params(self, how: Sampling, seed: int) -> Any:
         kind = sys.modules["vllm.sampling_params"].RequestOutputKind
@@ -224,91 +205,13 @@ class VllmEngine:
         tokens = list(completion.token_ids)
         logp = [float(at[token].logprob) for at, token in zip(completion.logprobs, tokens, strict=True)]
         if not all(map(math.isfinite, logp)):
-            raise NotFinite("the model's logits are not finite: its weights, or a number on the way, overflowed")
+            raise NotFinite
         return Rollout(tokens, logp if temperature else [0.0] * len(tokens), tokens[-1] in self.end_ids)
 
 
-def _seeds(seed: int, prompts: Sequence[Sequence[int]], n: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Each prompt n times, each time with a seed of its own. A prompt that comes again goes on with others."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    for prompt in prompts:
-        name = tuple(prompt)
-        for j in range(seen[name], seen[name] + n):
-            yield prompt, int(uniforms(seed, prompt, j, 1)[0] * 2**53)
-        seen[name] += n
-
-
-# ---- weights, by the names of the model's files ----------------------------------------------------------------------
-
-
-def stored_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As ``merged_state``, in the layout of the model's files where transformers holds them otherwise (experts)."""
-    conversions: Any = sys.modules.get("transformers.core_model_loading")
-    if conversions is None or not any(p.dim() > 2 for p in model.parameters()):
-        return merged_state(model)
-    return iter(conversions.revert_weight_conversion(model, dict(merged_state(model))).items())
-
-
-def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by the names they have in the plain model, each once: of tied ones the first.
-
-    A layer with an adapter of PEFT gives the weights it has with the adapter merged into them, computed on the fly, one
-    layer at a time.
-    """
-    new = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    own = frozenset(new)  # not of merged layers: those are gone again when the next comes, and it may have their place
-    for name, tensor in _walk(model, "", _tied(model)):
-        if id(tensor) not in own or id(tensor) in new:
-            new.discard(id(tensor))
-            yield name, tensor.detach()
-
-
-def _tied(model: Any) -> Tensor | None:
-    config = getattr(model, "config", None)
-    if config is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
-        return None
-    embeddings = model.get_input_embeddings()
-    weight: Tensor = getattr(embeddings, "base_layer", getattr(embeddings, "original_module", embeddings)).weight
-    return weight
-
-
-def _walk(module: nn.Module, prefix: str, tied: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    module = _plain(module, prefix, tied)
-    skipped = module._non_persistent_buffers_set
-    own = [*module._parameters.items(), *((k, v) for k, v in module._buffers.items() if k not in skipped)]
-    yield from ((prefix + name, tensor) for name, tensor in own if tensor is not None)
-    for name, child in module.named_children():
-        yield from _walk(child, f"{prefix}{name}.", tied)
-
-
-def _plain(module: Any, prefix: str, tied: Tensor | None) -> nn.Module:
-    """The module; where PEFT has put something in its place, what it amounts to."""
-    layers: Any = sys.modules.get("peft.tuners.tuners_utils")
-    copies: Any = sys.modules.get("peft.utils.other")
-    if layers is not None and isinstance(module, layers.BaseTunerLayer):
-        base, off = module.get_base_layer(), module.disable_adapters or module.merged
-    elif copies is not None and isinstance(module, copies.ModulesToSaveWrapper):
-        base, off = module.original_module, module.disable_adapters
-    else:
-        found: nn.Module = module
-        return found
-    if not off and tied is not None and any(p is tied for p in base.parameters()):
-        raise ValueError(
-            f"peft.options: {prefix.rstrip('.')} shares its weights with another layer, which would not change with it"
-        )
-    if not off and isinstance(module, layers.BaseTunerLayer):
-        module = copy.deepcopy(module)
-        module.merge(adapter_names=module.active_adapters)
-        base = module.get_base_layer()
-    elif not off:
-        base = module.modules_to_save[module.active_adapters[0]]
-    plain: nn.Module = base
-    return plain
-
-
 def _load(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Runs in vLLM's worker. On a CPU a layer multiplies with a packed copy of its weights, which a head that is tied
-    to the embeddings does not make anew by itself: no weight was loaded by its name."""
+    """Runs in vLLM's worker. On a CPU a layer multiplies with a packed copy of its weights. A head that is tied to the
+    embeddings does not renew its copy by itself: no weight was loaded by its name."""
     worker.reload_weights(weights_iterator=weights)
     for module in worker.get_model().modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
@@ -360,6 +263,6 @@ def _spare(model: nn.Module) -> None:
 
 def _reason(error: BaseException) -> str:
     """In one line; of pydantic's the first complaint."""
-    if callable(found := getattr(error, "errors", None)) and (complaints := found()):
+    if callable(errors := getattr(error, "errors", None)) and (complaints := errors()):
         return " ".join(str(complaints[0].get("msg", "")).split())
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first_line(error)

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import re
 import sys
 import types
@@ -296,6 +297,31 @@ def _number(value: Any) -> int | float:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def change(config: T, values: Mapping[str, Any]) -> T:
+    """The config with other values: by path, or nested as in a file. What is given of a dict is added to it."""
+    settings = leaves(type(config))
+    sections = [*{leaf.section: None for leaf in settings.values() if leaf.section}]
+    chosen: dict[str, Any] = {path: functools.reduce(getattr, path.split("."), config) for path in settings}
+    left = list(values.items())
+    while left:
+        path, value = left.pop(0)
+        inside = (leaf.path for leaf in settings.values() if leaf.open and path.startswith(f"{leaf.path}."))
+        if (table := next(inside, None)) is not None:
+            chosen[table] = {**chosen[table], path.removeprefix(f"{table}."): value}
+        elif path in settings and settings[path].open and isinstance(value, Mapping):
+            chosen[path] = {**chosen[path], **value}
+        elif path in settings:
+            chosen[path] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        elif path in sections and isinstance(value, Mapping):
+            left[:0] = [(f"{path}.{name}", inner) for name, inner in value.items()]
+        elif path in sections:
+            raise ValueError(f"{path} must be a section of settings by name; got {_shown(value)}")
+        else:
+            near = _nearest(path, [*settings, *sections])
+            raise ValueError(f"unknown setting {path!r}" + (f"; did you mean {near!r}?" if near else ""))
+    return build(type(config), flags=chosen)
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------

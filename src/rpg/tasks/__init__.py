@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..rewards import Reward, RewardError, Scorer, Scores
-from ..verify import verify
-from .loading import load_task, load_tests, verify_reward
+from ..rewards.scoring import Reward, RewardError, Scorer, Scores
+from ..verify import verify, verify_reward
+from .loading import load_task, load_tests
 from .sources.builtin import BUILTIN
 from .sources.mixture import finite
 from .task import ENDLESS, Problem, Task

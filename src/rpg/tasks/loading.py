@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ..console import choose
 from ..rewards.importing import load_function
-from ..verify import verify
-from ..verify.judge import preload as preload  # called by workers, before the clock of an answer runs
+from ..verify import verify_reward
 from . import overlap
 from .sources.builtin import BUILTIN
 from .sources.datasets import DATASETS, dataset_name, load_split, prepare, row_of
-from .sources.files import SUFFIXES, load_file, split
+from .sources.files import SUFFIXES, Columns, load_file, split
 from .sources.gym import PREFIX, load_gym
 from .sources.hub import HubId, load_hub
-from .sources.mixture import SIGN, WEIGHTED, ByPart, Marked, finite, mix, parse, unused
+from .sources.mixture import SIGN, WEIGHTED, RewardByPart, TaggedProblems, finite, mix, parse, unused
 from .task import Problem, Task
 
 OTHERS = "a .jsonl, .json or .parquet file, org/name on the hub, gym:GENERATOR, or my_task.py:make"
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Columns of files and hub datasets, where they are not the usual ones."""
-
-    prompt: str | None = None
-    answer: str | None = None
 
 
 def load_task(
@@ -45,13 +37,12 @@ def load_task(
     ``test``: what to evaluate on instead of the task's own held-out problems, several with commas; where it is given,
     nothing of the data is held out. Test problems that are in the training set stay in both; ``notes`` says how many.
     """
-    keys = Keys(prompt_key, answer_key)
-    parts = parse(name)
-    tasks = [_load(part, seed, keys, whole=test is not None) for _, part in parts]
-    weights, given = zip(*parts, strict=True)
-    task = tasks[0] if len(tasks) == 1 else mix(tasks, weights, seed, given)
+    columns = Columns(prompt_key, answer_key)
+    weights, names = zip(*parse(name), strict=True)
+    tasks = [_load(part, seed, columns, whole=test is not None) for part in names]
+    task = tasks[0] if len(tasks) == 1 else mix(tasks, weights, seed, names)
     if test is not None:
-        task = _tested(task, test, seed, keys)
+        task = _tested(task, test, seed, columns)
     if not look:  # for duplicates and overlap
         return task
     return replace(task, notes=(*task.notes, *overlap.notes(finite(task.train), task.tests)))
@@ -59,40 +50,41 @@ def load_task(
 
 def load_tests(test: str, seed: int = 0, prompt_key: str | None = None, answer_key: str | None = None) -> Task:
     """What there is to evaluate on, several with commas, and nothing to train on."""
-    return _tested(Task(test, [], [], verify_reward), test, seed, Keys(prompt_key, answer_key))
+    return _tested(Task(test, [], [], verify_reward), test, seed, Columns(prompt_key, answer_key))
 
 
-def _load(name: str, seed: int, keys: Keys, whole: bool) -> Task:
+def _load(name: str, seed: int, columns: Columns, whole: bool) -> Task:
     """With the held-out problems that it has or, of data, a tenth by hash; none if all of it is to be trained on."""
-    made = _made(name, seed)
-    if made is not None:
-        return made
-    short, train, test, notes = _data(name, keys, strict=True, want_test=not whole)
-    tests: Sequence[Problem] | dict[str, Sequence[Problem]] = [] if whole else test[1]
-    if not whole and train and not test[1]:
-        train, held_out = split(train)
-        notes.append(f"{short}: {len(held_out):,} problems of {len(train) + len(held_out):,} are held out")
-        tests = held_out
-    elif not whole and test[0] != short:
-        tests = {test[0]: test[1]}
-    return Task(short, train, tests, verify_reward, notes=tuple(notes))
+    task = _without_data(name, seed)
+    if task is not None:
+        return task
+    data = _data(name, columns, want_test=not whole)
+    train, test, notes = data.train, data.test, data.notes
+    if whole:
+        test = []
+    elif train and not test:
+        train, test = split(train)
+        notes = [*notes, f"{data.name}: {len(test):,} problems of {len(train) + len(test):,} are held out"]
+    elif data.test_name != data.name:
+        return Task(data.name, train, {data.test_name: test}, verify_reward, notes=tuple(notes))
+    return Task(data.name, train, test, verify_reward, notes=tuple(notes))
 
 
-def _tested(task: Task, test: str, seed: int, keys: Keys) -> Task:
+def _tested(task: Task, test: str, seed: int, columns: Columns) -> Task:
     """The task with other held-out problems, and a reward for each where they differ."""
     tests: dict[str, Sequence[Problem]] = {}
     owners = [task]
-    marked: dict[str, Sequence[Problem]] = {}
-    for given in dict.fromkeys(filter(None, (part.strip() for part in test.split(",")))):
-        if SIGN.search(given) or WEIGHTED.fullmatch(given):
-            raise ValueError(f"task.test {given!r}: test sets are not mixed; write a, b instead of 0.5*a + 0.5*b")
-        other = _test(given, seed, keys)
+    tagged: dict[str, Sequence[Problem]] = {}
+    for name in dict.fromkeys(filter(None, (part.strip() for part in test.split(",")))):
+        if SIGN.search(name) or WEIGHTED.fullmatch(name):
+            raise ValueError(f"task.test {name!r}: test sets are not mixed; write a, b instead of 0.5*a + 0.5*b")
+        other = _test(name, seed, replace(columns, strict=False))
         if other.reward not in [owner.reward for owner in owners]:
             owners.append(other)
         part = [owner.reward for owner in owners].index(other.reward)
         for short, problems in other.tests.items():
-            label = unused(tests, short, given)
-            tests[label], marked[label] = problems, Marked(problems, part, label)
+            label = unused(tests, short, name)
+            tests[label], tagged[label] = problems, TaggedProblems(problems, part, label)
         task = replace(task, notes=(*task.notes, *other.notes))
     if not tests:
         raise ValueError(f"task.test names nothing to evaluate on; got {test!r}")
@@ -100,25 +92,25 @@ def _tested(task: Task, test: str, seed: int, keys: Keys) -> Task:
         return replace(task, test=tests)
     return replace(
         task,
-        train=Marked(task.train, 0, task.name),
-        test=marked,
-        reward=ByPart([owner.reward for owner in owners]),
+        train=TaggedProblems(task.train, 0, task.name),
+        test=tagged,
+        reward=RewardByPart([owner.reward for owner in owners]),
         trusted=all(owner.trusted for owner in owners),
     )
 
 
-def _test(name: str, seed: int, keys: Keys) -> Task:
+def _test(name: str, seed: int, columns: Columns) -> Task:
     """What is to be evaluated on: the test problems, or all where there are no others."""
-    made = _made(name, seed)
-    if made is not None:
-        return made
-    short, train, test, notes = _data(name, keys, strict=False, want_train=False)
-    problems = {test[0]: test[1]} if test[1] else {short: train}
-    return Task(short, [], problems, verify_reward, notes=tuple(notes))
+    task = _without_data(name, seed)
+    if task is not None:
+        return task
+    data = _data(name, columns, want_train=False)
+    problems = {data.test_name: data.test} if data.test else {data.name: data.train}
+    return Task(data.name, [], problems, verify_reward, notes=tuple(data.notes))
 
 
-def _made(name: str, seed: int) -> Task | None:
-    """A task that is no data."""
+def _without_data(name: str, seed: int) -> Task | None:
+    """A task that is made from a seed or by a function; None if the name means data."""
     if name in BUILTIN:
         return BUILTIN[name](seed)
     if name.startswith(PREFIX):
@@ -127,43 +119,42 @@ def _made(name: str, seed: int) -> Task | None:
         return None
     make = load_function(name)
     try:
-        made = make()
+        task = make()
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, Task):
-        raise ValueError(f"{name} must return a rpg.tasks.Task; it returned {type(made).__name__}")
-    return made
+    if not isinstance(task, Task):
+        raise ValueError(f"{name} must return a rpg.tasks.Task; it returned {type(task).__name__}")
+    return task
 
 
-def _data(
-    name: str, keys: Keys, *, strict: bool, want_train: bool = True, want_test: bool = True
-) -> tuple[str, list[Problem], tuple[str, list[Problem]], list[str]]:
-    """(short name, train, (name, test), notes); what is not wanted is not loaded where it lies apart."""
-    known = dataset_name(name)
-    given = {"prompt_key": keys.prompt, "answer_key": keys.answer}
-    if known is not None:
-        row = DATASETS[known]
-        test_name = row.test_name or known
-        train, notes = load_split(known, row.train) if row.train and (want_train or not row.test) else ([], [])
+class _Data(NamedTuple):
+    name: str  # short
+    train: list[Problem]
+    test_name: str
+    test: list[Problem]
+    notes: list[str]
+
+
+def _data(name: str, columns: Columns, *, want_train: bool = True, want_test: bool = True) -> _Data:
+    """What is not wanted is not loaded where it lies apart."""
+    listed = dataset_name(name)
+    if listed is not None:
+        row = DATASETS[listed]
+        test_name = row.test_name or listed
+        train, notes = load_split(listed, row.train) if row.train and (want_train or not row.test) else ([], [])
         test, more = load_split(test_name, row.test) if row.test and want_test else ([], [])
-        return known, train, (test_name, test), notes + more
+        return _Data(listed, train, test_name, test, notes + more)
     if name.endswith(SUFFIXES) or Path(name).exists() or name.startswith((".", "/", "~")):
         short = Path(name).stem
-        train, notes = prepare(short, *load_file(name, **given, strict=strict))
-        return short, train, (short, []), notes
+        train, notes = prepare(short, *load_file(name, columns))
+        return _Data(short, train, short, [], notes)
     where = HubId.parse(name)
     if where is None:
         several = "; several: 0.7*gsm8k + 0.3*math, with spaces around the +" if set("+*") & set(name) else ""
         raise ValueError(f"{choose('task', name, [*BUILTIN, *DATASETS])}; or {OTHERS}{several}")
-    found = load_hub(where, **given, strict=strict)
-    short = where.repo.partition("/")[2]
-    listed = row_of(where.repo)
-    template = listed.template if listed else None
-    train, notes = prepare(short, found.train, found.lacking, template=template)
-    test, more = prepare(short, found.test, template=template)
-    return short, train, (short, test), notes + more
-
-
-def verify_reward(response: str, answer: str, prompt: str) -> float:
-    """1 where the response's final answer is right."""
-    return float(verify(response, answer))
+    train, test, lacking = load_hub(where, columns)
+    short, table_row = where.repo.partition("/")[2], row_of(where.repo)
+    template = table_row.template if table_row else None
+    train, notes = prepare(short, train, lacking, template=template)
+    test, more = prepare(short, test, template=template)
+    return _Data(short, train, short, test, notes + more)

@@ -53,7 +53,7 @@ def bare(prompt: str) -> str:
     return WRAPPERS.sub(" ", prompt) if any(hint in low for hint in HINTS) else prompt
 
 
-def words(prompt: str) -> list[str]:
+def word_list(prompt: str) -> list[str]:
     """What makes a problem this problem."""
     text = FRACTION.sub(r" frac \1 \2 ", LAYOUT.sub(" ", bare(prompt)))
     return WORD.findall(text.lower())
@@ -77,7 +77,7 @@ class Pair:
 
     @property
     def same_answer(self) -> bool:
-        return words(self.problem.answer) == words(self.other.answer)
+        return word_list(self.problem.answer) == word_list(self.other.answer)
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def notes(train: Sequence[Problem], tests: Mapping[str, Sequence[Problem]]) -> I
         yield f"{len(train):,} problems are too many to look for duplicates at every start: rpg tasks does"
         return
     index = Index(train)
-    found = {name: index.overlap(test) for name, test in tests.items()}
+    overlaps = {name: index.overlap(test) for name, test in tests.items()}
     within = index.repeated
     if not within.same and len(within.near) < FEW * within.of:  # every collection has some
         within = Overlap((), within.of)
-    yield from lines(within, {name: part for name, part in found.items() if part.matters})
+    yield from lines(within, {name: overlap for name, overlap in overlaps.items() if overlap.matters})
 
 
 def lines(within: Overlap, tests: Mapping[str, Overlap]) -> Iterator[str]:
@@ -126,16 +126,16 @@ def lines(within: Overlap, tests: Mapping[str, Overlap]) -> Iterator[str]:
         pair = conflicts[0]
         answers = f"{pair.other.answer[:30]!r} and {pair.problem.answer[:30]!r}"
         yield f"train: {len(conflicts)} of them have another answer there, such as {_first(conflicts)}: {answers}"
-    for name, found in tests.items():
-        if found.pairs:
-            first = _first(found.same or found.near)
-            yield f"{name}: {_count(found)} are in the training set and stay there, such as {first}"
+    for name, overlap in tests.items():
+        if overlap.pairs:
+            first = _first(overlap.same or overlap.near)
+            yield f"{name}: {_count(overlap)} are in the training set and stay there, such as {first}"
 
 
-def _count(found: Overlap) -> str:
+def _count(overlap: Overlap) -> str:
     """ "12 of 500 problems (and 3 nearly, 2 of them with the same answer)"""
-    near = found.near
-    text = f"{len(found.same):,} of {found.of:,} problems"
+    near = overlap.near
+    text = f"{len(overlap.same):,} of {overlap.of:,} problems"
     if not near:
         return text
     equal = sum(pair.same_answer for pair in near)
@@ -162,9 +162,8 @@ class Index:
         self._bands: list[dict[bytes, list[int]]] = [{} for _ in range(BANDS)]
         pairs = []
         for place, (text, keys) in enumerate(zip(self._texts, _keys(self._texts), strict=True)):
-            found = self._find(text, keys)
-            if found is not None:
-                pairs.append(Pair(self._train[place], self._train[found[0]], found[1]))
+            if (like := self._find(text, keys)) is not None:
+                pairs.append(Pair(self._train[place], self._train[like[0]], like[1]))
             if self._same.setdefault(text, place) == place:
                 for band, key in zip(self._bands, keys, strict=True):
                     band.setdefault(key, []).append(place)
@@ -175,13 +174,12 @@ class Index:
         texts = [self._text(problem) for problem in test]
         pairs = []
         for problem, text, keys in zip(test, texts, _keys(texts), strict=True):
-            found = self._find(text, keys)
-            if found is not None:
-                pairs.append(Pair(problem, self._train[found[0]], found[1]))
+            if (like := self._find(text, keys)) is not None:
+                pairs.append(Pair(problem, self._train[like[0]], like[1]))
         return Overlap(tuple(pairs), len(test))
 
     def _text(self, problem: Problem) -> Text:
-        return tuple(self._numbers.setdefault(word, len(self._numbers)) for word in words(problem.prompt))
+        return tuple(self._numbers.setdefault(word, len(self._numbers)) for word in word_list(problem.prompt))
 
     def _find(self, text: Text, keys: Sequence[bytes]) -> tuple[int, bool] | None:
         """(place of the most similar problem, whether it is the same)"""

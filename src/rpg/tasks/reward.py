@@ -27,43 +27,45 @@ ANSWER_LINE = re.compile(r"[*_]*+answer[*_]*+\s*+:", re.IGNORECASE)
 NOTHING = re.compile(r"(?:[\s.,;:$~{}*_`]|\\(?:[\s,;:!>()\[\]\\$]|q?quad(?![A-Za-z])|(?:text|math)[a-z]*+|\Z))*+")
 
 
-def make_reward(own: str | None, parts: Mapping[str, float], task: Task, template: str | None = None) -> Sequence[Part]:
-    """What a Scorer takes: the function ``own``, or the weighted ``parts``, or the task's reward if neither is given.
+def make_reward(
+    function: str | None, parts: Mapping[str, float], task: Task, template: str | None = None
+) -> Sequence[Part]:
+    """What a Scorer takes: the ``function``, or the weighted ``parts``, or the task's reward if neither is given.
 
     ``template`` is the run's, where it has one: ``format`` goes by it, else by those of the problems.
     """
-    functions(own, parts)
-    if own is not None:
-        return (Part("", own),)
+    functions(function, parts)
+    if function is not None:
+        return (Part("", function),)
     if not parts:
         return (Part("", task.reward, trusted=task.trusted),)
-    made, names = [], _names(parts)
+    terms, names = [], _names(parts)
     for given, weight in parts.items():
         name = names[given]
         if given == CORRECT:
-            made.append(Part(name, task.reward, weight, task.trusted))
+            terms.append(Part(name, task.reward, weight, task.trusted))
         elif given == FORMAT:
             asked = (template,) if template is not None else _templates(task)
-            made.append(Part(name, partial(well_formed, asked=tuple(map(template_text, asked))), weight, trusted=True))
+            terms.append(Part(name, partial(well_formed, asked=tuple(map(template_text, asked))), weight, trusted=True))
         else:
-            made.append(Part(name, given, weight))
-    return made
+            terms.append(Part(name, given, weight))
+    return terms
 
 
-def functions(own: str | None, parts: Mapping[str, float]) -> list[str]:
+def functions(function: str | None, parts: Mapping[str, float]) -> list[str]:
     """The user's own functions in a reward, by name; what can be wrong about it without a task is a ValueError here."""
-    if own is not None and parts:
-        raise ValueError(f"task.reward is the only reward: drop it, or put it into task.rewards ({own}: 1)")
+    if function is not None and parts:
+        raise ValueError(f"task.reward is the only reward: drop it, or put it into task.rewards ({function}: 1)")
     for name, weight in parts.items():
         if not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ValueError(f"task.rewards: the weight of {name} must be a finite number; got {weight!r}")
     if parts and not any(parts.values()):
         raise ValueError("task.rewards: all weights are 0: there is nothing to learn")
-    named = [own] if own is not None else [name for name in parts if name not in (CORRECT, FORMAT)]
-    for name in named if own is None else ():
+    named = [function] if function is not None else [name for name in parts if name not in (CORRECT, FORMAT)]
+    for name in named if function is None else ():
         if ":" not in name:
-            known = choose("reward in task.rewards:", name, (CORRECT, FORMAT))
-            raise ValueError(f"{known}, or a function of your own, file.py:name")
+            unknown = choose("reward in task.rewards:", name, (CORRECT, FORMAT))
+            raise ValueError(f"{unknown}, or a function of your own, file.py:name")
     return named
 
 

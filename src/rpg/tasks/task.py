@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
-from ..rewards import Reward
+from ..rewards.scoring import Reward
 
 ENDLESS = 2**31  # length of problems that are made when asked for
 
@@ -20,6 +20,29 @@ class Problem:
     template: str = "plain"  # how the prompt is put to the model, unless the run says otherwise: see templates.py
     system: str = ""  # system prompt that the dataset brings along
     source: str = ""  # the dataset it is from, where there are several
+
+
+class TaggedAnswer(str):
+    """An answer with a ``tag``, for rewards that need more than its text. To everybody else it is the text.
+
+    It pickles with its tag. A copy by str(), strip() and the like is without.
+    """
+
+    tag: Any
+
+    def __new__(cls, text: str, tag: Any) -> TaggedAnswer:
+        answer = super().__new__(cls, text)
+        answer.tag = tag
+        return answer
+
+    def __reduce__(self) -> tuple[type[TaggedAnswer], tuple[str, Any]]:
+        return TaggedAnswer, (str(self), self.tag)
+
+
+def tag_of(answer: str) -> Any:
+    if not isinstance(answer, TaggedAnswer):
+        raise ValueError("the answer must come as the task gave it: this one is a copy, and its origin is lost")
+    return answer.tag
 
 
 class Lazy(Sequence[Problem]):

@@ -40,8 +40,8 @@ def template_text(template: str) -> str:
         return text
     if template.startswith("@"):
         raise ValueError(f"task.template: {template[1:]} must have {PLACE} in it, where the problem goes")
-    known = choose("template", template if len(template) <= 60 else f"{template[:59]}…", TEMPLATES)
-    raise ValueError(f"{known}, a text with {PLACE} in it, or @file.txt")
+    unknown = choose("template", template if len(template) <= 60 else f"{template[:59]}…", TEMPLATES)
+    raise ValueError(f"{unknown}, a text with {PLACE} in it, or @file.txt")
 
 
 def _read(path: str) -> str:

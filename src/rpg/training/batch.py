@@ -15,9 +15,6 @@ from ..distributed.ranks import World
 from ..loss.advantages import Advantage
 from .collect import Group
 
-CPU_MICRO_TOKENS = 1024  # activations stay in the cache
-GPU_MICRO_TOKENS = 16384
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -29,7 +26,7 @@ class Batch:
     old_logp_BT: Tensor
     reward_B: Tensor
     group_B: Tensor
-    rollout_logp_BT: Tensor | None = None  # the sampler's own, where old_logp was computed anew
+    rollout_logp_BT: Tensor | None = None  # the sampler's own, where old_logp was recomputed
     ref_logp_BT: Tensor | None = None
     advantage: Tensor | None = None  # [B] or [B,T]
 
@@ -40,6 +37,25 @@ class Batch:
     def lengths_B(self) -> Tensor:
         """Of prompt and response together."""
         return self.start_B + self.mask_BT.sum(-1)
+
+    def advantage_of_responses(self) -> list[float]:
+        """One a response: that of the first token, where each has its own."""
+        assert self.advantage is not None
+        values: list[float] = (self.advantage if self.advantage.dim() == 1 else self.advantage[:, 0]).tolist()
+        return values
+
+    @property
+    def loss_inputs(self) -> dict[str, Any]:
+        """What a PolicyLoss needs to know of the batch, beside the policy's own log-probabilities."""
+        assert self.advantage is not None
+        return {
+            "old_logp": self.old_logp_BT,
+            "advantages": self.advantage,
+            "mask": self.mask_BT,
+            "ref_logp": self.ref_logp_BT,
+            "rollout_logp": self.rollout_logp_BT,
+            "groups": self.group_B,
+        }
 
     def rows(self, index: Tensor) -> Batch:
         """Some rows, without the padding that they do not need."""
@@ -57,18 +73,18 @@ class Batch:
 
 
 def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch:
-    found = [(g, group, response) for g, group in enumerate(groups) for response in group.responses]
-    sequences = [[*group.prompt_ids, *response.rollout.tokens] for _, group, response in found]
-    logps = [response.rollout.logp for _, _, response in found]
+    rows = [(g, group, response) for g, group in enumerate(groups) for response in group.responses]
+    sequences = [[*group.prompt_ids, *response.rollout.tokens] for _, group, response in rows]
+    logps = [response.rollout.logp for _, _, response in rows]
     ids_BL, _ = _padded(sequences, np.int64(pad))
     old_logp_BT, mask_BT = _padded(logps, np.float32(0))
     return Batch(
         ids_BL=ids_BL.to(device),
-        start_B=torch.tensor([len(group.prompt_ids) for _, group, _ in found], device=device),
+        start_B=torch.tensor([len(group.prompt_ids) for _, group, _ in rows], device=device),
         mask_BT=mask_BT.to(device),
         old_logp_BT=old_logp_BT.to(device),
-        reward_B=torch.tensor([response.reward for _, _, response in found], device=device),
-        group_B=torch.tensor([g for g, _, _ in found], device=device),
+        reward_B=torch.tensor([response.reward for _, _, response in rows], device=device),
+        group_B=torch.tensor([g for g, _, _ in rows], device=device),
     )
 
 
@@ -94,89 +110,80 @@ def with_advantages(batch: Batch, advantage: Advantage, greedy: Sequence[float] 
     return replace(batch, advantage=values)
 
 
-def micro_batches(batch: Batch, tokens: int | None, packs: bool = True) -> Iterator[Tensor]:
-    """Indices of rows, in parts of at most ``tokens`` (or a single row).
+def micro_batches(batch: Batch, tokens: int, packs: bool = True) -> list[Tensor]:
+    """Indices of rows, in micro-batches of at most ``tokens`` (or a single row).
 
-    Where the policy packs, groups stay together and a group's prompt counts once in each part. Where it pads, rows of
+    Where the policy packs, groups stay together and a group's prompt counts once in each. Where it pads, rows of
     similar length are together, and each counts as much as the longest.
     """
-    for part in _parts(_about(batch), _limit(batch, tokens), packs):
-        yield torch.tensor(part, device=batch.ids_BL.device)
+    return [torch.tensor(rows, device=batch.ids_BL.device) for rows in _cut(_shapes(batch), tokens, packs)]
 
 
-def dealt(batch: Batch, tokens: int | None, packs: bool, world: World) -> list[Tensor | None]:
-    """The micro-batches of this rank; None where it has no more of them but another rank has: all make as many passes.
+def rank_micro_batches(batch: Batch, tokens: int, packs: bool, world: World) -> list[tuple[Tensor | None, Batch]]:
+    """This rank's micro-batches, each with the indices of its rows. All ranks make as many passes: where another has
+    more, there are no indices, and the shortest row to take part with.
 
     Rows go to ranks in shares of about the same number of tokens. Groups stay together as far as that goes.
     """
     if world.size == 1:
-        return list(micro_batches(batch, tokens, packs))
-    about, limit = _about(batch), _limit(batch, tokens)
-    shares = _shares(about, world.size)
-    cuts = [[[share[i] for i in part] for part in _parts([about[i] for i in share], limit, packs)] for share in shares]
-    mine: list[Tensor | None] = [torch.tensor(part, device=batch.ids_BL.device) for part in cuts[world.rank]]
-    return mine + [None] * (max(map(len, cuts)) - len(mine))
+        return [(index, batch.rows(index)) for index in micro_batches(batch, tokens, packs)]
+    shapes = _shapes(batch)
+    shares = _shares(shapes, world.size)
+    cuts = [[[share[i] for i in rows] for rows in _cut([shapes[i] for i in share], tokens, packs)] for share in shares]
+    mine: list[Tensor | None] = [torch.tensor(rows, device=batch.ids_BL.device) for rows in cuts[world.rank]]
+    mine += [None] * (max(map(len, cuts)) - len(mine))
+    shortest = batch.lengths_B.argmin()[None]
+    return [(index, batch.rows(shortest if index is None else index)) for index in mine]
 
 
-def filler(batch: Batch) -> Batch:
-    """A row for a rank that has nothing to compute, but has to take part: the shortest."""
-    return batch.rows(batch.lengths_B.argmin()[None])
-
-
-def _about(batch: Batch) -> list[list[int]]:
+def _shapes(batch: Batch) -> list[list[int]]:
     """Of each row its group, and the lengths of prompt and response."""
-    about: list[list[int]] = torch.stack([batch.group_B, batch.start_B, batch.mask_BT.sum(-1)], 1).tolist()
-    return about
+    shapes: list[list[int]] = torch.stack([batch.group_B, batch.start_B, batch.mask_BT.sum(-1)], 1).tolist()
+    return shapes
 
 
-def _limit(batch: Batch, tokens: int | None) -> int:
-    if tokens is not None:
-        return tokens
-    return CPU_MICRO_TOKENS if batch.ids_BL.device.type == "cpu" else GPU_MICRO_TOKENS
+def _cut(shapes: list[list[int]], tokens: int, packs: bool) -> Iterator[list[int]]:
+    return _cut_packed(shapes, tokens) if packs else _cut_padded(shapes, tokens)
 
 
-def _parts(about: list[list[int]], tokens: int, packs: bool) -> Iterator[list[int]]:
-    return _packed_parts(about, tokens) if packs else _padded_parts(about, tokens)
-
-
-def _shares(about: list[list[int]], size: int) -> list[list[int]]:
+def _shares(shapes: list[list[int]], size: int) -> list[list[int]]:
     """Rows, one group after the other, cut where a share is full."""
-    order = sorted(range(len(about)), key=lambda i: about[i][0])
-    total, before = sum(start + length for _, start, length in about), 0
+    order = sorted(range(len(shapes)), key=lambda i: shapes[i][0])
+    total, before = sum(start + length for _, start, length in shapes), 0
     shares: list[list[int]] = [[] for _ in range(size)]
     for i in order:
-        more = about[i][1] + about[i][2]
+        more = shapes[i][1] + shapes[i][2]
         shares[(2 * before + more) * size // (2 * total)].append(i)  # where the middle of the row falls
         before += more
     return shares
 
 
-def _packed_parts(about: list[list[int]], tokens: int) -> Iterator[list[int]]:
+def _cut_packed(shapes: list[list[int]], tokens: int) -> Iterator[list[int]]:
     longest: dict[int, int] = {}
-    for group, start, length in about:
+    for group, start, length in shapes:
         longest[group] = max(longest.get(group, 0), start + length)
-    order = sorted(range(len(about)), key=lambda i: (longest[about[i][0]], about[i][0], about[i][2]))
-    part: list[int] = []
+    order = sorted(range(len(shapes)), key=lambda i: (longest[shapes[i][0]], shapes[i][0], shapes[i][2]))
+    rows: list[int] = []
     size, last = 0, None
     for i in order:
-        group, start, length = about[i]
+        group, start, length = shapes[i]
         alone = start + length - 1  # the last token predicts nothing
         more = alone - start if group == last else alone
-        if part and size + more > tokens:
-            yield part
-            part, size, more = [], 0, alone
-        part.append(i)
+        if rows and size + more > tokens:
+            yield rows
+            rows, size, more = [], 0, alone
+        rows.append(i)
         size, last = size + more, group
-    if part:
-        yield part
+    if rows:
+        yield rows
 
 
-def _padded_parts(about: list[list[int]], tokens: int) -> Iterator[list[int]]:
-    part: list[int] = []
-    for length, i in sorted((start + length - 1, i) for i, (_, start, length) in enumerate(about)):
-        if part and (len(part) + 1) * length > tokens:
-            yield part
-            part = []
-        part.append(i)
-    if part:
-        yield part
+def _cut_padded(shapes: list[list[int]], tokens: int) -> Iterator[list[int]]:
+    rows: list[int] = []
+    for length, i in sorted((start + length - 1, i) for i, (_, start, length) in enumerate(shapes)):
+        if rows and (len(rows) + 1) * length > tokens:
+            yield rows
+            rows = []
+        rows.append(i)
+    if rows:
+        yield rows

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from ..distributed.ranks import ALONE, World
+from ..distributed.context import QUIET, RunContext
 from ..distributed.split_work import generate, score
 from ..loss.advantages import soft_overlong_penalty
-from ..loss.methods import Algorithm
+from ..loss.methods import Method
 from ..models.policy import Policy
 from ..rollout import Engine, Rollout
 from ..run.config import Config
 from ..run.seeds import permutation, stream
 from ..tasks import ENDLESS, Problem, Scorer, Scores, Task
 from ..tasks.templates import WRAPPED, fill
+from .progress import SamplingPosition
 
 LONG_IN_A_ROW = 1000  # prompts without end that are all too long, after which it is no accident
 
@@ -37,6 +40,21 @@ class Response:
     @property
     def reward(self) -> float:
         return self.score + self.penalty
+
+    def row(self, problem: Problem, group: int, **more: Any) -> dict[str, Any]:
+        """Of samples.jsonl."""
+        return {
+            "group": group,
+            "prompt": problem.prompt,
+            "answer": problem.answer,
+            "level": problem.level,
+            "response": self.text,
+            "reward": self.reward,
+            "solved": self.solved,
+            **more,
+            "length": len(self.rollout.tokens),
+            "finished": self.rollout.finished,
+        }
 
 
 @dataclass(frozen=True)
@@ -70,8 +88,13 @@ class Experience:
     def starved(self) -> bool:
         return not self.groups
 
-    def lacking(self) -> str:
-        """Why nothing was kept."""
+    @property
+    def greedy(self) -> list[float] | None:
+        """Reward of each group's most probable response, where the algorithm needs it."""
+        rewards = [group.greedy for group in self.groups if group.greedy is not None]
+        return rewards or None
+
+    def why_starved(self) -> str:
         m = self.metrics()
         return (
             f"none of {len(self.sampled)} groups had unequal rewards "
@@ -81,24 +104,13 @@ class Experience:
     def samples(self, groups: int, advantages: Sequence[float] | None) -> list[dict[str, Any]]:
         """Rows of samples.jsonl; advantages are those of all responses trained on, in order."""
         shown = [(g, group, r) for g, group in enumerate(self.groups or self.sampled) for r in group.responses]
-        return [
-            {
-                "split": "train",
-                "group": g,
-                "prompt": group.problem.prompt,
-                "answer": group.problem.answer,
-                "level": group.problem.level,
-                "response": response.text,
-                "reward": response.reward,
-                "solved": response.solved,
-                **({"parts": response.parts} if response.parts else {}),
-                "advantage": advantages[i] if advantages is not None else 0.0,
-                "length": len(response.rollout.tokens),
-                "finished": response.rollout.finished,
-            }
-            for i, (g, group, response) in enumerate(shown)
-            if g < groups
-        ]
+        rows = []
+        for i, (g, group, response) in enumerate(shown):
+            if g < groups:
+                more: dict[str, Any] = {"parts": response.parts} if response.parts else {}
+                more["advantage"] = 0.0 if advantages is None else advantages[i]
+                rows.append({"split": "train", **response.row(group.problem, g, **more)})
+        return rows
 
     def metrics(self) -> dict[str, float]:
         responses = [r for group in self.sampled for r in group.responses]
@@ -132,96 +144,108 @@ class Experience:
         return {f"reward/solved/{s}": sum(x) / len(x) for s, x in shares.items()} if len(shares) > 1 else {}
 
 
-@dataclass
-class Cursor:
-    """Where the sampling of a run has got to; part of its checkpoints."""
+class Sampler:
+    """Prompts -> rollouts -> scored responses, for training and for evaluations. Of several ranks each does a share."""
 
-    problem: int = 0  # the next problem of the stream
-    keep_rate: float = 1.0  # share of groups that were informative lately
-    failures: dict[str, int] = field(default_factory=dict)
+    def __init__(self, policy: Policy, engine: Engine, scorer: Scorer, config: Config, context: RunContext = QUIET):
+        self.policy, self.engine, self.scorer, self.config, self.context = policy, engine, scorer, config, context
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], n: int, temperature: float, seed: int, stage: str, **truncation: float
+    ) -> list[list[Rollout]]:
+        total, world = len(prompts) * n, self.context.world
+        return generate(
+            world,
+            self.engine,
+            prompts,
+            n,
+            self.config.rollout.max_new_tokens,
+            temperature,
+            seed,
+            progress=lambda done: self.context.stage(f"{stage} {min(total, done * world.size)}/{total}"),
+            **truncation,
+        )
+
+    def score(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> tuple[list[Response], Scores]:
+        """``problems``: of each rollout its own."""
+        texts = [self.policy.decode(rollout.tokens) for rollout in rollouts]
+        items = [(text, problem.answer, problem.prompt) for problem, text in zip(problems, texts, strict=True)]
+        scores = score(self.context.world, self.scorer, items)
+        responses = [
+            Response(
+                rollout=rollout,
+                text=texts[i],
+                score=scores.values[i],
+                solved=scores.solved[i],
+                parts={name: values[i] for name, values in scores.parts.items()},
+            )
+            for i, rollout in enumerate(rollouts)
+        ]
+        return responses, scores
 
 
 class Collector:
-    """Samples what a step trains on. ``watch`` is told how far it is."""
+    """Samples what a step trains on."""
 
     def __init__(
-        self,
-        config: Config,
-        algorithm: Algorithm,
-        policy: Policy,
-        engine: Engine,
-        task: Task,
-        scorer: Scorer,
-        watch: Callable[[str], None] = lambda text: None,
-        world: World = ALONE,
+        self, config: Config, method: Method, sampler: Sampler, task: Task, position: SamplingPosition | None = None
     ):
-        self.config, self.policy, self.engine, self.task, self.scorer = config, policy, engine, task, scorer
-        self.watch, self.world = watch, world
-        sampling = config.rollout
-        self.dynamic = algorithm.dynamic_sampling if sampling.dynamic is None else sampling.dynamic
-        self.overlong = algorithm.overlong_penalty if sampling.overlong is None else sampling.overlong
-        if self.overlong and not 0 < sampling.overlong_tokens < sampling.max_new_tokens:
+        self.config, self.method, self.sampler, self.task = config, method, sampler, task
+        self.position = SamplingPosition() if position is None else position
+        rollout = config.rollout
+        if method.overlong and not 0 < rollout.overlong_tokens < rollout.max_new_tokens:
             raise ValueError(
-                f"rollout.overlong_tokens must be below max_new_tokens, {sampling.max_new_tokens}; "
-                f"got {sampling.overlong_tokens} (--rollout.overlong false: no penalty)"
+                f"rollout.overlong_tokens must be below max_new_tokens, {rollout.max_new_tokens}; "
+                f"got {rollout.overlong_tokens} (--rollout.overlong false: no penalty)"
             )
-        self.greedy = algorithm.advantage.kind == "greedy-baseline"
-        self.cursor = Cursor()
         self._shuffled = lru_cache(maxsize=1)(self._shuffle)
 
     def collect(self, step: int) -> Experience:
         """Groups for one step. With dynamic sampling, rounds of prompts until enough groups are informative."""
-        sampling = self.config.rollout
+        rollout, dynamic, position = self.config.rollout, self.method.dynamic, self.position
         kept: list[Group] = []
         sampled: list[Group] = []
-        failures: dict[str, int] = {}
+        failures: Counter[str] = Counter()
         messages: list[str] = []
         seconds = {"rollout": 0.0, "reward": 0.0}
         rounds = 0
-        while len(kept) < sampling.prompts and rounds < (sampling.max_rounds if self.dynamic else 1):
-            missing = sampling.prompts - len(kept)
-            count = missing
-            if self.dynamic:
-                count = math.ceil(missing * min(sampling.oversample / max(self.cursor.keep_rate, 0.1), 4))
-            groups, found = self._sample(count, stream(self.config.seed, "rollout", step, rounds), seconds)
+        while len(kept) < rollout.prompts and rounds < (rollout.max_rounds if dynamic else 1):
+            prompts = rollout.prompts - len(kept)
+            if dynamic:
+                prompts = math.ceil(prompts * min(rollout.oversample / max(position.keep_rate, 0.1), 4))
+            groups, scores = self._sample(prompts, stream(self.config.seed, "rollout", step, rounds), seconds)
             rounds += 1
             sampled += groups
-            kept += [group for group in groups if group.informative or not self.dynamic]
-            for name, number in found.failures.items():
-                failures[name] = failures.get(name, 0) + number
-            messages += found.messages
+            kept += [group for group in groups if group.informative or not dynamic]
+            failures.update(scores.failures)
+            messages += scores.messages
         informative = sum(group.informative for group in sampled) / len(sampled)
-        self.cursor.keep_rate = 0.7 * self.cursor.keep_rate + 0.3 * informative
-        self.count(failures)
-        return Experience(kept[: sampling.prompts], sampled, rounds, failures, messages, seconds)
-
-    def count(self, failures: Mapping[str, int]) -> None:
-        """Of the whole run, evaluations included."""
-        for name, number in failures.items():
-            self.cursor.failures[name] = self.cursor.failures.get(name, 0) + number
+        position.keep_rate = 0.7 * position.keep_rate + 0.3 * informative
+        position.count_failures(failures)
+        return Experience(kept[: rollout.prompts], sampled, rounds, failures, messages, seconds)
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
     def _next(self, count: int) -> list[tuple[Problem, list[int]]]:
-        """The next problems and their tokens: endless tasks in their order, files shuffled anew in every pass.
+        """The next problems and their tokens: endless tasks in their order, files in a new order in every pass.
 
         Prompts that are too long are left out.
         """
-        found: list[tuple[Problem, list[int]]] = []
+        chosen: list[tuple[Problem, list[int]]] = []
         size, long = len(self.task.train), 0
         endless = size >= ENDLESS
-        while len(found) < count:
-            i = self.cursor.problem
-            self.cursor.problem += 1
+        while len(chosen) < count:
+            i = self.position.problem
+            self.position.problem += 1
             problem = self.task.train[i if endless else int(self._shuffled(i // size)[i % size])]
             try:
-                found.append((problem, encode_prompt(self.policy, problem, self.config)))
+                chosen.append((problem, encode_prompt(self.sampler.policy, problem, self.config)))
                 long = 0
             except PromptTooLong:
                 long += 1
                 if long >= (LONG_IN_A_ROW if endless else 2 * size):
                     raise
-        return found
+        return chosen
 
     def _shuffle(self, epoch: int) -> Any:
         return permutation(len(self.task.train), self.config.seed, "problems", epoch)
@@ -229,65 +253,33 @@ class Collector:
     # ---- rollouts and rewards ----------------------------------------------------------------------------------------
 
     def _sample(self, count: int, seed: int, seconds: dict[str, float]) -> tuple[list[Group], Scores]:
-        sampling = self.config.rollout
+        rollout, n, sample = self.config.rollout, self.config.rollout.samples, self.sampler.sample
         start = perf_counter()
         chosen = self._next(count)
         problems, prompts = [problem for problem, _ in chosen], [ids for _, ids in chosen]
-        total = len(prompts) * sampling.samples
-        how = {"top_p": sampling.top_p, "top_k": sampling.top_k}
-        rollouts = generate(
-            self.world,
-            self.engine,
-            prompts,
-            sampling.samples,
-            sampling.max_new_tokens,
-            sampling.temperature,
-            seed,
-            progress=lambda done: self.watch(f"rollout {min(total, done * self.world.size)}/{total}"),
-            **how,
-        )
-        greedy = None
-        if self.greedy:
-            greedy = generate(self.world, self.engine, prompts, 1, sampling.max_new_tokens, 0.0, seed)
+        truncation = {"top_p": rollout.top_p, "top_k": rollout.top_k}
+        rollouts = sample(prompts, n, rollout.temperature, seed, "rollout", **truncation)
+        greedy = sample(prompts, 1, 0.0, seed, "greedy rollout") if self.method.needs_greedy else []
         seconds["rollout"] += perf_counter() - start
 
         start = perf_counter()
-        self.watch("scoring")
-        flat = [(problem, r) for problem, group in zip(problems, rollouts, strict=True) for r in group]
-        flat += [(problem, group[0]) for problem, group in zip(problems, greedy or [], strict=False)]
-        texts = [self.policy.decode(r.tokens) for _, r in flat]
-        items = [(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)]
-        scores = score(self.world, self.scorer, items)
-        penalties = self._penalties([r for _, r in flat])
-        responses = [
-            Response(
-                rollout=r,
-                text=texts[i],
-                score=scores.values[i],
-                penalty=penalties[i],
-                solved=scores.solved[i],
-                parts={name: values[i] for name, values in scores.parts.items()},
-            )
-            for i, (_, r) in enumerate(flat)
-        ]
+        self.sampler.context.stage("scoring")
+        repeated = [problem for problem in problems for _ in range(n)] + (problems if greedy else [])
+        responses, scores = self.sampler.score(repeated, list(chain(*rollouts, *greedy)))
+        if self.method.overlong:
+            responses = self._penalised(responses)
+        baselines = [response.reward for response in responses[len(chosen) * n :]] if greedy else [None] * len(chosen)
         groups = [
-            Group(
-                problem,
-                prompt,
-                responses[i * sampling.samples : (i + 1) * sampling.samples],
-                responses[total + i].reward if greedy else None,
-            )
-            for i, (problem, prompt) in enumerate(zip(problems, prompts, strict=True))
+            Group(problem, ids, responses[i * n : (i + 1) * n], baselines[i]) for i, (problem, ids) in enumerate(chosen)
         ]
         seconds["reward"] += perf_counter() - start
         return groups, scores
 
-    def _penalties(self, rollouts: Sequence[Rollout]) -> list[float]:
+    def _penalised(self, responses: Sequence[Response]) -> list[Response]:
         limit, zone = self.config.rollout.max_new_tokens, self.config.rollout.overlong_tokens
-        if not self.overlong:
-            return [0.0] * len(rollouts)
-        lengths = torch.tensor([len(r.tokens) for r in rollouts])
-        return [float(x) for x in soft_overlong_penalty(lengths, limit, zone)]
+        lengths = torch.tensor([len(response.rollout.tokens) for response in responses])
+        penalties = soft_overlong_penalty(lengths, limit, zone)
+        return [replace(r, penalty=float(penalty)) for r, penalty in zip(responses, penalties, strict=True)]
 
 
 class PromptTooLong(ValueError):
@@ -307,7 +299,7 @@ def encode_prompt(policy: Policy, problem: Problem, config: Config) -> list[int]
 
 def prompt_parts(problem: Problem, config: Config) -> tuple[str, bool | None, str | None]:
     """(text, chat, system prompt): the run's settings go before what the dataset brings along."""
-    own = config.task
-    template = own.template if own.template is not None and problem.template != WRAPPED else problem.template
+    task = config.task
+    template = task.template if task.template is not None and problem.template != WRAPPED else problem.template
     text = fill(template, problem.prompt)
-    return text, own.chat, (problem.system if own.system is None else own.system) or None
+    return text, task.chat, (problem.system if task.system is None else task.system) or None

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..distributed.ranks import ALONE, World
-from ..distributed.split_work import generate, score
 from ..models.policy import Policy
-from ..rollout import Engine, Rollout
+from ..rollout import Rollout
 from ..run.config import Config
 from ..run.seeds import stream
-from ..tasks import Problem, Scorer, load_task, load_tests
-from .collect import encode_prompt
-from .engines import make_engine
+from ..tasks import Problem, load_task, load_tests
+from .collect import Sampler, encode_prompt
 from .oom_retry import pick_slots
-from .setup import check_fit, held_out, make_scorer, pick_device, pick_dtype
+from .setup import check_fit, held_out, make_engine, make_scorer, pick_device, pick_dtype
 
 Z = 1.959963984540054  # of a 95 % interval
 
@@ -64,108 +61,70 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         at = f"eval/{self.task}"
-        found = {
+        metrics = {
             f"{at}/mean@{self.k}": self.mean.mean,
             f"{at}/mean@{self.k}_low": self.mean.low,
             f"{at}/mean@{self.k}_high": self.mean.high,
         }
-        found |= {f"{at}/pass@{k}": estimate.mean for k, estimate in self.passed.items()}
+        metrics |= {f"{at}/pass@{k}": estimate.mean for k, estimate in self.passed.items()}
         if len(self.by_level) > 1:
-            found |= {f"{at}/level{level}": mean for level, mean in self.by_level.items()}
-        return found | {f"{at}/length": self.length, f"{at}/truncated": self.truncated}
+            metrics |= {f"{at}/level{level}": mean for level, mean in self.by_level.items()}
+        return metrics | {f"{at}/length": self.length, f"{at}/truncated": self.truncated}
 
 
-def evaluate(
-    policy: Policy,
-    engine: Engine,
-    scorer: Scorer,
-    sets: Mapping[str, Sequence[Problem]],
-    config: Config,
-    keep: int = 4,
-    watch: Callable[[str], None] = lambda text: None,
-    world: World = ALONE,
-) -> list[Evaluation]:
-    """k responses to every problem of every set, all sampled at once.
+def evaluate(sampler: Sampler, sets: Mapping[str, Sequence[Problem]], keep: int = 4) -> list[Evaluation]:
+    """k responses to every problem of every set, all sampled at once. The samples of ``keep`` problems a set are kept.
 
     With the same random numbers every time: evaluations differ by the policy alone.
     """
-    how = config.eval
-    problems = [problem for chosen in sets.values() for problem in chosen]
-    total = len(problems) * how.k
-    rollouts = generate(
-        world,
-        engine,
-        [encode_prompt(policy, problem, config) for problem in problems],
-        how.k,
-        config.rollout.max_new_tokens,
-        how.temperature,
-        stream(0, "eval"),
-        top_p=how.top_p,
-        progress=lambda done: watch(f"evaluating {min(total, done * world.size)}/{total}"),
-    )
-    found, begin = [], 0
+    settings = sampler.config.eval
+    prompts = [encode_prompt(sampler.policy, problem, sampler.config) for chosen in sets.values() for problem in chosen]
+    seed = stream(0, "eval")
+    rollouts = sampler.sample(prompts, settings.k, settings.temperature, seed, "evaluating", top_p=settings.top_p)
+    evaluations, begin = [], 0
     for name, chosen in sets.items():
-        watch(f"scoring {name}")
-        found.append(_judge(policy, scorer, name, chosen, rollouts[begin : begin + len(chosen)], how.k, keep, world))
+        sampler.context.stage(f"scoring {name}")
+        evaluations.append(_judge(sampler, name, chosen, rollouts[begin : begin + len(chosen)], settings.k, keep))
         begin += len(chosen)
-    return found
+    return evaluations
 
 
 def _judge(
-    policy: Policy,
-    scorer: Scorer,
-    task: str,
-    problems: Sequence[Problem],
-    rollouts: Sequence[Sequence[Rollout]],
-    k: int,
-    keep: int,
-    world: World,
+    sampler: Sampler, name: str, problems: Sequence[Problem], rollouts: Sequence[Sequence[Rollout]], k: int, keep: int
 ) -> Evaluation:
-    flat = [(problem, r) for problem, group in zip(problems, rollouts, strict=True) for r in group]
-    texts, total = [policy.decode(r.tokens) for _, r in flat], len(flat)
-    scores = score(world, scorer, [(text, p.answer, p.prompt) for (p, _), text in zip(flat, texts, strict=True)])
-    counts = [sum(scores.solved[i : i + k]) for i in range(0, total, k)]
+    repeated = [problem for problem in problems for _ in range(k)]
+    responses, scores = sampler.score(repeated, [rollout for group in rollouts for rollout in group])
+    total = len(responses)
+    solved = [sum(response.solved for response in responses[i : i + k]) for i in range(0, total, k)]
     levels: dict[int, list[float]] = {}
-    for problem, count in zip(problems, counts, strict=True):
-        levels.setdefault(problem.level, []).append(count / k)
+    for problem, number in zip(problems, solved, strict=True):
+        levels.setdefault(problem.level, []).append(number / k)
     ks = sorted({1, k} | {2**i for i in range(20) if 2**i <= k})
     return Evaluation(
-        task=task,
+        task=name,
         problems=len(problems),
         k=k,
-        mean=estimate([count / k for count in counts]),
-        passed={n: estimate([pass_at_k(count, k, n) for count in counts]) for n in ks},
+        mean=estimate([number / k for number in solved]),
+        passed={n: estimate([pass_at_k(number, k, n) for number in solved]) for n in ks},
         by_level={level: sum(values) / len(values) for level, values in sorted(levels.items())},
-        length=sum(len(r.tokens) for _, r in flat) / total,
-        truncated=sum(not r.finished for _, r in flat) / total,
+        length=sum(len(response.rollout.tokens) for response in responses) / total,
+        truncated=sum(not response.rollout.finished for response in responses) / total,
         failures=scores.failures,
         messages=scores.messages,
         samples=[
-            {
-                "split": "eval",
-                "task": task,
-                "group": i // k,
-                "prompt": p.prompt,
-                "answer": p.answer,
-                "level": p.level,
-                "response": texts[i],
-                "reward": scores.values[i],
-                "solved": scores.solved[i],
-                "length": len(r.tokens),
-                "finished": r.finished,
-            }
-            for i, (p, r) in enumerate(flat[: keep * k])
+            {"split": "eval", "task": name, **response.row(repeated[i], i // k)}
+            for i, response in enumerate(responses[: keep * k])
         ],
     )
 
 
 def evaluate_model(config: Config) -> list[Evaluation]:
     """``rpg eval``: a model on the held-out problems of a task."""
-    own = config.task
-    if own.test is not None:
-        task = load_tests(own.test, config.seed, own.prompt_key, own.answer_key)
+    named = config.task
+    if named.test is not None:
+        task = load_tests(named.test, config.seed, named.prompt_key, named.answer_key)
     else:
-        task = load_task(own.name, config.seed, None, own.prompt_key, own.answer_key, look=False)
+        task = load_task(named.name, config.seed, None, named.prompt_key, named.answer_key, look=False)
     device = pick_device(config.device)
     policy = Policy.load(
         config.model, device=device, dtype=pick_dtype(config.dtype, device), options=config.model_options
@@ -174,4 +133,4 @@ def evaluate_model(config: Config) -> list[Evaluation]:
     sets = held_out(task, config)
     engine.expect(max(check_fit(policy, problems, config) for problems in sets.values()))
     with make_scorer(config, task) as scorer:
-        return evaluate(policy, engine, scorer, sets, config)
+        return evaluate(Sampler(policy, engine, scorer, config), sets)

@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..costs.memory import CPU_SLOTS, CPU_TOKENS, available_bytes, can_recompute, choose, slots_for
+from ..costs.memory import available_bytes, can_recompute, choose, slots_for
+from ..distributed.context import QUIET, RunContext
 from ..distributed.ranks import ALONE, World
 from ..models.policy import Policy
 from ..run.config import Config
 from .batch import Batch, micro_batches
 
 Result = TypeVar("Result")
+
+WHOLE = 2**62  # tokens of a micro-batch that is all of the optimiser step
 
 
 class OomRetry:
@@ -32,13 +35,11 @@ class OomRetry:
         recompute: bool = False,
         may_recompute: bool = False,
         release: Callable[[], None] | None = None,
-        warn: Callable[[str], None] = lambda text: None,
         packs: bool = True,
-        world: World = ALONE,
+        context: RunContext = QUIET,
     ):
-        self.world = world
         self.tokens, self.recompute, self.may_recompute = tokens, recompute, may_recompute
-        self.release, self.warn, self.packs = release, warn, packs
+        self.release, self.packs, self.context = release, packs, context
         self.released = release is None  # has been tried in this run
 
     def run(
@@ -50,10 +51,11 @@ class OomRetry:
     ) -> Result:
         """``work`` with the tokens of a micro-batch, until it fits. ``whole``: it cannot be cut."""
         while True:
-            if self.world.sharded:
-                return work(self.tokens)
+            tokens = WHOLE if whole else self.tokens
+            if self.context.world.sharded:
+                return work(tokens)
             try:
-                return work(self.tokens)
+                return work(tokens)
             except torch.OutOfMemoryError:
                 pass  # go on outside: in here the traceback holds the tensors that have to go
             undo()
@@ -68,19 +70,19 @@ class OomRetry:
             torch.cuda.empty_cache()
         if not again:
             return
-        parts = self._parts(batch)
-        if not whole and parts < len(batch):
-            while self._parts(batch) == parts:  # a larger size than there is changes nothing
+        before = self._passes(batch)
+        if not whole and before < len(batch):
+            while self._passes(batch) == before:  # a larger size than there is changes nothing
                 self.tokens //= 2
-            self.warn(f"out of memory: micro-batches of {self.tokens} tokens from here on")
+            self.context.warn(f"out of memory: micro-batches of {self.tokens} tokens from here on")
         elif self.may_recompute and not self.recompute:
             self.recompute = True
-            self.warn("out of memory: activations are recomputed from here on")
+            self.context.warn("out of memory: activations are recomputed from here on")
         else:
             raise torch.OutOfMemoryError("a single sequence does not fit")
 
-    def _parts(self, batch: Batch) -> int:
-        return len(list(micro_batches(batch, self.tokens, self.packs)))
+    def _passes(self, batch: Batch) -> int:
+        return len(micro_batches(batch, self.tokens, self.packs))
 
     def state(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "recompute": self.recompute, "released": self.released}
@@ -90,29 +92,26 @@ class OomRetry:
 
 
 def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True, world: World = ALONE) -> int:
-    """As the settings say, else as many as are worth it and fit. ``held``: a copy of the model will be."""
-    if config.rollout.slots is not None or policy.device.type != "cuda":
-        return config.rollout.slots or CPU_SLOTS
+    """The smallest number of all ranks'. ``held``: a copy of the model will be."""
     return min(world.gather(slots_for(policy.model, config, available_bytes(policy.device), held, trained, world)))
 
 
 def make_oom_retry(
     policy: Policy,
     config: Config,
-    reference: bool = False,
+    held: bool = False,
     release: Callable[[], None] | None = None,
-    warn: Callable[[str], None] = lambda text: None,
-    world: World = ALONE,
+    context: RunContext = QUIET,
 ) -> OomRetry:
-    """As the settings say; what they leave open is chosen from the GPU's memory, the smallest of all ranks'."""
-    slots = pick_slots(policy, config, reference, world=world)
-    config = replace(config, rollout=replace(config.rollout, slots=slots))
-    optim, able = config.optim, can_recompute(policy.model)
+    """As the settings say; what they leave open is chosen from the GPU's memory, the smallest of all ranks'.
+
+    ``held``: a copy of the model will be, as reference.
+    """
+    optim, world, able = config.optim, context.world, can_recompute(policy.model)
     if optim.recompute and not able:
         raise ValueError(f"optim.recompute: {type(policy.model).__name__} has no layers that can be recomputed")
-    if policy.device.type == "cuda":
-        available = min(world.gather(available_bytes(policy.device)))
-        tokens, recompute = choose(policy.model, config, available, reference, logits=not policy.apart, world=world)
-    else:
-        tokens, recompute = optim.micro_tokens or CPU_TOKENS, bool(optim.recompute)
-    return OomRetry(tokens, recompute, optim.recompute is None and able, release, warn, policy.packs, world)
+    config = replace(config, rollout=replace(config.rollout, slots=pick_slots(policy, config, held, world=world)))
+    bytes_of_ranks = [number for number in world.gather(available_bytes(policy.device)) if number is not None]
+    available = min(bytes_of_ranks, default=None)
+    tokens, recompute = choose(policy.model, config, available, held, logits=not policy.apart, world=world)
+    return OomRetry(tokens, recompute, optim.recompute is None and able, release, policy.packs, context)

@@ -24,23 +24,21 @@ EPS = 1e-8
 HALF = (torch.bfloat16, torch.float16)
 
 
-def make_optimizer(
-    named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig, world: World = ALONE
-) -> MixedOptimizer:
+def make_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> MixedOptimizer:
     """Weight decay on matrices only: not on norms, biases and embeddings."""
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     masters: dict[Tensor, Parameter] = {p: _master(p) for _, p in trained}
-    groups: dict[bool, list[Parameter]] = {True: [], False: []}
+    by_decay: dict[bool, list[Parameter]] = {True: [], False: []}
     for name, p in trained:
-        groups[p.dim() >= 2 and not EMBEDDING.search(name)].append(masters[p])
-    made = [{"params": ps, "weight_decay": decayed * config.weight_decay} for decayed, ps in groups.items() if ps]
-    if not made:
+        by_decay[p.dim() >= 2 and not EMBEDDING.search(name)].append(masters[p])
+    groups = [{"params": ps, "weight_decay": decayed * config.weight_decay} for decayed, ps in by_decay.items() if ps]
+    if not groups:
         raise ValueError("the model has no parameter that requires a gradient")
     if config.name == "schedule-free":
-        return MixedOptimizer(ScheduleFreeAdamW(made, lr=config.lr, betas=config.betas), masters, world)
+        return MixedOptimizer(ScheduleFreeAdamW(groups, lr=config.lr, betas=config.betas), masters)
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in trained)
-    adamw = AdamW(made, lr=config.lr, betas=config.betas, eps=EPS, fused=fused, foreach=None if fused else True)
-    return MixedOptimizer(adamw, masters, world)
+    adamw = AdamW(groups, lr=config.lr, betas=config.betas, eps=EPS, fused=fused, foreach=None if fused else True)
+    return MixedOptimizer(adamw, masters)
 
 
 def _master(p: Parameter) -> Parameter:
@@ -59,8 +57,8 @@ class MixedOptimizer:
     each rank steps its part.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: dict[Tensor, Parameter], world: World = ALONE):
-        self.optimizer, self.masters, self.world = optimizer, masters, world  # by parameter, in the model's order
+    def __init__(self, optimizer: Optimizer, masters: dict[Tensor, Parameter]):
+        self.optimizer, self.masters = optimizer, masters  # by parameter, in the model's order
         self._apart = [(p, master) for p, master in masters.items() if p is not master]
         self._rounded = [(local(p), master) for p, master in self._apart if p.dtype in HALF]
 
@@ -69,9 +67,15 @@ class MixedOptimizer:
         return self.optimizer.param_groups
 
     @property
-    def all_rounded(self) -> bool:
-        """Whether every parameter is a master, rounded."""
-        return len(self._rounded) == len(self.masters)
+    def schedule_free(self) -> bool:
+        """Whether the weights to evaluate and to ship are an average, not those that are trained."""
+        return isinstance(self.optimizer, ScheduleFreeAdamW)
+
+    @property
+    def needs_parameters(self) -> bool:
+        """Whether a checkpoint has to hold the trained weights too: not the ones to ship, nor in the state, as masters
+        are."""
+        return self.schedule_free and len(self._rounded) < len(self.masters)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Its moments; empty before its first step."""
@@ -80,26 +84,26 @@ class MixedOptimizer:
     @torch.no_grad()
     def accumulate(self) -> None:
         """After a micro-batch: its gradients go into the float32 sums and are dropped."""
-        fresh: tuple[list[Tensor], list[Tensor]] = [], []
-        known: tuple[list[Tensor], list[Tensor]] = [], []
+        first: tuple[list[Tensor], list[Tensor]] = [], []
+        later: tuple[list[Tensor], list[Tensor]] = [], []
         for p, master in self._apart:
             if p.grad is None:
                 continue
-            sums, grads = fresh if master.grad is None else known
+            sums, grads = first if master.grad is None else later
             if master.grad is None:
                 master.grad = torch.empty_like(master)
             sums.append(master.grad)
             grads.append(local(p.grad))
             p.grad = None
-        if fresh[0]:
-            torch._foreach_copy_(*fresh)
-        if known[0]:
-            torch._foreach_add_(*known)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if later[0]:
+            torch._foreach_add_(*later)
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float, world: World = ALONE) -> float:
         """clip_gradients of the sums."""
         self.accumulate()
-        return clip_gradients(self.masters.values(), max_norm, self.world)
+        return clip_gradients(self.masters.values(), max_norm, world)
 
     def step(self) -> None:
         self.accumulate()
@@ -243,18 +247,18 @@ def optimizer_tensors(
 
     Of sharded parameters sharded: shards.gathered makes them whole.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for p, name in _names(optimizer, named_parameters).items():
         if state := optimizer.state_of(p):
-            found |= {f"{name}/{key}": like(torch.as_tensor(value), p) for key, value in state.items()}
+            tensors |= {f"{name}/{key}": like(torch.as_tensor(value), p) for key, value in state.items()}
         else:
-            found[f"{name}/none"] = torch.zeros(0)  # never had a gradient
+            tensors[f"{name}/none"] = torch.zeros(0)  # never had a gradient
         if p.dtype in HALF:
-            found[f"{name}/master"] = like(optimizer.masters[p].detach(), p)
+            tensors[f"{name}/master"] = like(optimizer.masters[p].detach(), p)
     for i, group in enumerate(optimizer.param_groups):
         counters = (key for key in COUNTERS if key in group)
-        found |= {f"group/{i}/{key}": torch.tensor(group[key], dtype=torch.float64) for key in counters}
-    return found
+        tensors |= {f"group/{i}/{key}": torch.tensor(group[key], dtype=torch.float64) for key in counters}
+    return tensors
 
 
 @torch.no_grad()
@@ -274,8 +278,8 @@ def load_optimizer(
     for p, name in names.items():
         master = optimizer.masters[p]
         if left.pop(f"{name}/none", None) is None:
-            found = {key: _pop(left, f"{name}/{key}", None if key == "step" else p) for key in keys}
-            states[master] = {key: cut(x, p).clone() for key, x in found.items()}
+            wholes = {key: _pop(left, f"{name}/{key}", None if key == "step" else p) for key in keys}
+            states[master] = {key: cut(x, p).clone() for key, x in wholes.items()}
         if p.dtype in HALF:
             stored[master] = cut(_pop(left, f"{name}/master", p), p)
     groups = inner.state_dict()["param_groups"]

@@ -13,27 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..costs.memory import CPU_TOKENS
 from ..distributed.ranks import ALONE, World
 from ..distributed.shards import ShardedPolicy, cut, local, swapped_in
 from ..loss.anchor import Renewal
-from ..loss.methods import Algorithm
 from ..models import adapters
 from ..models.policy import Policy
 from ..run.config import ReferenceConfig
-from .batch import Batch, dealt, filler
+from .batch import Batch, rank_micro_batches
 from .optim import HALF
 
 AVERAGE = "average/"  # in front of the names of averages in a checkpoint
-
-
-def rule_of(algorithm: Algorithm, config: ReferenceConfig) -> str:
-    """old, every, kl, ema or frozen. Without a KL term there is nothing to anchor: old, which costs nothing."""
-    has_kl = (algorithm.loss.divergence != "none" and algorithm.loss.beta > 0) or algorithm.advantage.beta > 0
-    if not has_kl:
-        return "old"
-    if config.update == "auto":
-        return "old" if algorithm.reference == "old" else "frozen"
-    return config.update
 
 
 class Reference:
@@ -46,12 +36,7 @@ class Reference:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        rule: str,
-        config: ReferenceConfig,
-        world: World = ALONE,
-        whole: Policy | None = None,
+        self, policy: Policy, rule: str, config: ReferenceConfig, world: World = ALONE, whole: Policy | None = None
     ):
         self.rule, self.config, self.world = rule, config, world
         self.policy: Policy | None = None
@@ -69,7 +54,7 @@ class Reference:
         self.averages = {name: x.float() for name, x in self._weights().items() if rule == "ema" and x.dtype in HALF}
 
     @torch.no_grad()
-    def logp(self, batch: Batch, micro_tokens: int | None) -> Tensor | None:
+    def logp(self, batch: Batch, micro_tokens: int) -> Tensor | None:
         """[B,T], or None where the reference is the sampling policy."""
         if self.policy is None:
             return None
@@ -99,23 +84,15 @@ class Reference:
             self.renewal.renewed()
         return due
 
-    @property
-    def average_kl(self) -> float:
-        return self.renewal.average_kl
-
-    @property
-    def renewals(self) -> int:
-        return self.renewal.renewals
-
     def _blend(self, policy: Policy, share: float) -> None:
         for (name, held), other in zip(self._weights().items(), _weights(policy).values(), strict=True):
-            own, new = local(held), local(other)
+            copy_of, new = local(held), local(other)
             if share == 1:
-                own.copy_(new)
+                copy_of.copy_(new)
             elif name in self.averages:
-                own.copy_(local(self.averages[name]).lerp_(new.float(), share))
+                copy_of.copy_(local(self.averages[name]).lerp_(new.float(), share))
             else:
-                own.lerp_(new.to(own.dtype), share)
+                copy_of.lerp_(new.to(copy_of.dtype), share)
 
     def _weights(self) -> dict[str, Tensor]:
         if self.policy is None:
@@ -127,12 +104,11 @@ class Reference:
     def tensors(self) -> dict[str, Tensor]:
         if self.policy is None:
             return {}
-        own = self._weights() if self.policy.adapted else self.policy.model.state_dict()
-        return dict(own) | {AVERAGE + name: x for name, x in self.averages.items()}
+        weights = self._weights() if self.policy.adapted else self.policy.model.state_dict()
+        return dict(weights) | {AVERAGE + name: x for name, x in self.averages.items()}
 
     def state(self) -> dict[str, Any]:
-        held = bool(self._weights())
-        return {"rule": self.rule, **self.renewal.state(), "held": held}
+        return {"rule": self.rule, **self.renewal.state(), "held": bool(self._weights())}
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """``tensors``: nothing where the state says that none are held."""
@@ -142,20 +118,20 @@ class Reference:
         if not state["held"]:
             self.adapter = None  # the adapter began as nothing, in the process that began the run
             return
-        own = {name: x for name, x in tensors.items() if not name.startswith(AVERAGE)}
-        if self.adapter is None:
-            if self.world.sharded:
-                _take(self.policy.model.state_dict(), own)
-            else:
-                self.policy.model.load_state_dict(own)
+        weights = {name: x for name, x in tensors.items() if not name.startswith(AVERAGE)}
+        if self.adapter is not None:
+            _copy(self.adapter, weights)
+        elif self.world.sharded:
+            _copy(self.policy.model.state_dict(), weights)
         else:
-            _take(self.adapter, own)
-        _take(self.averages, {name: tensors[AVERAGE + name] for name in self.averages})
+            self.policy.model.load_state_dict(weights)
+        _copy(self.averages, {name: tensors[AVERAGE + name] for name in self.averages})
 
 
 @torch.no_grad()
-def _take(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, x in places.items():
+def _copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Of each tensor the part that this rank holds."""
+    for name, x in into.items():
         local(x).copy_(cut(values[name], x))
 
 
@@ -171,13 +147,12 @@ def floating(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def batch_logp(policy: Policy, batch: Batch, micro_tokens: int | None, world: World = ALONE) -> Tensor:
+def batch_logp(policy: Policy, batch: Batch, micro_tokens: int = CPU_TOKENS, world: World = ALONE) -> Tensor:
     """Log-probabilities of a batch's responses under a policy, [B,T]. Each rank computes a share of them."""
     out_BT = torch.zeros_like(batch.old_logp_BT)
-    cuts = dealt(batch, micro_tokens, policy.packs, world)
-    parts = [filler(batch) if index is None else batch.rows(index) for index in cuts]
-    packings = [policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B) for part in parts]
-    for i, (index, part) in enumerate(zip(cuts, parts, strict=True)):
+    micro = rank_micro_batches(batch, micro_tokens, policy.packs, world)
+    packings = [policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B) for _, part in micro]
+    for i, (index, part) in enumerate(micro):
         scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, packing=packings[i])
         packings[i] = None
         if index is not None:

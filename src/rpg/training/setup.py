@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..console import one_of
+from ..distributed.context import QUIET, RunContext
 from ..loss.clip import Unweighted
-from ..loss.methods import Algorithm, algorithm
+from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
 from ..models.policy import Policy
 from ..rewards.scoring import Part
+from ..rollout import Engine, NativeEngine
 from ..run.config import Config
 from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
 from ..tasks.reward import functions, make_reward
@@ -20,9 +22,9 @@ from .collect import PromptTooLong, encode_prompt, prompt_parts
 
 
 def make_scorer(config: Config, task: Task) -> Scorer:
-    own = config.task
+    settings = config.task
     _check_template(config)
-    scorer = _scorer(config, make_reward(own.reward, own.rewards, task, own.template), own.workers)
+    scorer = _scorer(config, make_reward(settings.reward, settings.rewards, task, settings.template), settings.workers)
     scorer.start()
     return scorer
 
@@ -30,10 +32,10 @@ def make_scorer(config: Config, task: Task) -> Scorer:
 def check_rewards(config: Config) -> None:
     """What make_scorer would refuse, as far as it can be known without the task: functions are imported, in a process
     of their own, and never called."""
-    own = config.task
+    settings = config.task
     _check_template(config)
-    named = [Part("", name) for name in functions(own.reward, own.rewards)]
-    with _scorer(config, named, min(1, own.workers)) as scorer:
+    named = [Part("", name) for name in functions(settings.reward, settings.rewards)]
+    with _scorer(config, named, min(1, settings.workers)) as scorer:
         scorer.start()
 
 
@@ -43,8 +45,8 @@ def _check_template(config: Config) -> None:
 
 
 def _scorer(config: Config, reward: Sequence[Part], workers: int) -> Scorer:
-    own = config.task
-    return Scorer(reward, workers=workers, timeout=own.timeout, on_error=own.on_error, memory_gb=own.memory_gb)
+    task = config.task
+    return Scorer(reward, workers=workers, timeout=task.timeout, on_error=task.on_error, memory_gb=task.memory_gb)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ def check_fit(policy: Policy, problems: Sequence[Problem], config: Config) -> in
     return longest
 
 
-def check_train(policy: Policy, task: Task, config: Config, warn: Callable[[str], None] = lambda text: None) -> int:
+def check_train(policy: Policy, task: Task, config: Config, context: RunContext = QUIET) -> int:
     """The problems to train on, as far as they can be looked at; as check_fit, but what is too long is left out.
 
     A text has at most as many tokens as bytes: where the tokenizer knows every byte, what is shorter in bytes than the
@@ -92,7 +94,7 @@ def check_train(policy: Policy, task: Task, config: Config, warn: Callable[[str]
     if len(too_long) == len(problems):
         raise too_long[0]
     if too_long:
-        warn(
+        context.warn(
             f"{len(too_long)} of {len(problems)} prompts are left out: "
             f"they have more than rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} tokens"
         )
@@ -128,10 +130,16 @@ def _check_context(policy: Policy, longest: int, config: Config) -> None:
         )
 
 
-# ---- algorithm -------------------------------------------------------------------------------------------------------
+# ---- method ----------------------------------------------------------------------------------------------------------
 
 
-def resolve(config: Config) -> Algorithm:
+def method_of(config: Config) -> Method:
+    """The run's algorithm, with its own choices around it: decided here, once."""
+    rollout = config.rollout
+    return algorithm_of(config).resolve(rollout.dynamic, rollout.overlong, config.reference.update)
+
+
+def algorithm_of(config: Config) -> Algorithm:
     """The preset with the run's options; Dr.GRPO's constant is the run's own longest response unless it is given."""
     options = dict(config.loss)
     if isinstance(rule := options.get("mismatch"), str):
@@ -144,8 +152,8 @@ def resolve(config: Config) -> Algorithm:
         one_of("loss.reference", chosen.reference, ("old", "initial"))
         _try_out(chosen, config.rollout.prompts, config.rollout.samples)
     except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
-        given = ", ".join(f"loss.{key}={value!r}" for key, value in options.items())
-        raise ValueError(f"{config.algorithm} cannot have {given}: {error}") from error
+        asked = ", ".join(f"loss.{key}={value!r}" for key, value in options.items())
+        raise ValueError(f"{config.algorithm} cannot have {asked}: {error}") from error
     return chosen
 
 
@@ -170,26 +178,25 @@ def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
     chosen.loss(logp, old, advantage, mask, ref_logp=old, rollout_logp=old, keep=keep, groups=group)
 
 
-def warnings_about(chosen: Algorithm, config: Config) -> Iterator[str]:
+def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
-    optim, rollout, loss = config.optim, config.rollout, chosen.loss
+    optim, rollout, loss = config.optim, config.rollout, method.loss
     if isinstance(loss.clip, Unweighted) and loss.divergence == "none" and optim.minibatches * optim.epochs > 1:
         yield (
-            f"{chosen.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
+            f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
     engines = rollout.old_logp == "engine" or (rollout.old_logp == "auto" and rollout.engine == "native")
     if (rollout.top_p < 1 or rollout.top_k > 0) and engines:
         yield "with top-p or top-k the ratios of policy to sampler start below 1, and a clip takes that for drift"
-    has_kl = (loss.divergence != "none" and loss.beta > 0) or chosen.advantage.beta > 0
-    if config.reference.update != "auto" and not has_kl:
-        yield f"reference.update={config.reference.update} has no effect: {chosen.name} has no KL term"
+    if config.reference.update != "auto" and not method.has_kl:
+        yield f"reference.update={config.reference.update} has no effect: {method.name} has no KL term"
 
 
 def unasked(task: Task, config: Config) -> Iterator[str]:
     """Answers are read in a few forms, which a prompt should ask for."""
-    own = config.task
-    if own.template is not None or own.reward is not None or task.reward is not verify_reward:
+    settings = config.task
+    if settings.template is not None or settings.reward is not None or task.reward is not verify_reward:
         return
     first = task.train[:256]
     plain = sum(problem.template == "plain" for problem in first)
@@ -198,6 +205,26 @@ def unasked(task: Task, config: Config) -> Iterator[str]:
             f"{task.name}: its prompts do not say how to answer, and only \\boxed{{…}}, #### … and Answer: … are read: "
             "--task.template boxed asks for it"
         )
+
+
+# ---- engine, device --------------------------------------------------------------------------------------------------
+
+
+def make_engine(policy: Policy, config: Config, slots: int, context: RunContext = QUIET) -> Engine:
+    """``slots`` sequences are sampled at the same time, on every rank."""
+    rollout, ends = config.rollout, policy.end_ids(config.rollout.end_tokens)
+    if rollout.engine == "native":
+        if rollout.vllm:
+            context.warn(f"rollout.vllm.{next(iter(rollout.vllm))} has no effect: rollout.engine is native")
+        return NativeEngine(policy.model, policy.tokenizer, slots, context.warn, end_ids=ends)
+    if context.world.sharded:
+        raise ValueError("rollout.engine=vllm does not run under torchrun: take native, or see docs/engines.md")
+    from ..rollout.vllm import VllmEngine
+
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if policy.context is not None:
+        longest = min(longest, policy.context)
+    return VllmEngine(policy.model, ends, longest, slots, rollout.vllm)
 
 
 def pick_device(name: str) -> torch.device:

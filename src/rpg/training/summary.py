@@ -5,38 +5,49 @@ from __future__ import annotations
 import platform
 import resource
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import transformers
 
 from .. import __version__
+from ..models.policy import Policy
+from ..run.config import Config
+from .progress import Progress
 
-if TYPE_CHECKING:
-    from .loop import Trainer
 
-
-def summarise(run: Trainer, status: str, message: str) -> dict[str, Any]:
-    config = run.config
-    found: dict[str, Any] = {
-        "name": run.folder.name,
+def summarise(
+    config: Config,
+    name: str,
+    task: str,
+    sets: Iterable[str],
+    policy: Policy,
+    progress: Progress,
+    status: str,
+    message: str,
+    stopped_by: str | None,
+) -> dict[str, Any]:
+    """``name`` is the run's; ``sets`` are those that it is evaluated on."""
+    summary: dict[str, Any] = {
+        "name": name,
         "algorithm": config.algorithm,
         "model": config.model,
-        "parameters": sum(p.numel() for p in run.policy.model.parameters()),
-        "task": run.task.name,
+        "parameters": sum(p.numel() for p in policy.model.parameters()),
+        "task": task,
         "seed": config.seed,
-        "device": str(run.policy.device),
+        "device": str(policy.device),
         "steps": config.steps,
-        "step": run.done,
+        "step": progress.step,
         "status": status,
         "message": message,
-        "stopped_by": run.stop.by if status == "stopped" else None,
-        "started": run.started,
-        "seconds": run.seconds(),
-        "tokens_total": run.tokens_total,
+        "stopped_by": stopped_by if status == "stopped" else None,
+        "started": progress.started,
+        "seconds": progress.total_seconds(),
+        "tokens_total": progress.tokens_total,
         "peak_memory_gb": peak_memory_gb(),
-        "peak_gpu_memory_gb": gpu_peak_memory_gb(run.policy.device),
-        "reward_failures": run.collector.cursor.failures,
+        "peak_gpu_memory_gb": gpu_peak_memory_gb(policy.device),
+        "reward_failures": progress.cursor.failures,
         "eval": {},
         "versions": {
             "rpg": __version__,
@@ -45,12 +56,12 @@ def summarise(run: Trainer, status: str, message: str) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-    for name in run.problems if run.evals else ():
-        scores = [{"step": e["step"], **e["sets"][name]} for e in run.evals if name in e["sets"]]
+    for name in sets:
+        scores = [{"step": e["step"], **e["sets"][name]} for e in progress.evals if name in e["sets"]]
         if not scores:
             continue
         last, best = scores[-1], best_of(scores)
-        found["eval"][name] = {
+        summary["eval"][name] = {
             "metric": f"mean@{config.eval.k}",
             "first": scores[0]["mean"],
             "last": last["mean"],
@@ -59,7 +70,7 @@ def summarise(run: Trainer, status: str, message: str) -> dict[str, Any]:
             "best": best["mean"],
             "best_step": best["step"],
         }
-    return found
+    return summary
 
 
 def best_of(evals: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,5 +89,5 @@ def gpu_peak_memory_gb(device: torch.device) -> float | None:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    found = {"memory/peak_gb": peak_memory_gb(), "memory/gpu_peak_gb": gpu_peak_memory_gb(device)}
-    return {name: value for name, value in found.items() if value is not None}
+    on_gpu = gpu_peak_memory_gb(device)
+    return {"memory/peak_gb": peak_memory_gb()} | ({} if on_gpu is None else {"memory/gpu_peak_gb": on_gpu})

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed.ranks import ALONE, World
+from ..distributed.context import QUIET, RunContext
 from ..distributed.shards import gathered, like
 from ..kernels.packed import Packing
 from ..loss.clip import Adaptive, curvature_keep
-from ..loss.methods import Algorithm
-from ..loss.mismatch import SequenceMask
-from ..loss.objective import at_level, k3
-from ..loss.policy_loss import LossOutput, PolicyLoss
+from ..loss.methods import Method
+from ..loss.objective import at_level
+from ..loss.policy_loss import PolicyLoss
 from ..models.policy import Policy, Scored
 from ..run.config import Config
 from ..run.seeds import permutation
-from .batch import Batch, dealt, filler
+from .batch import Batch, rank_micro_batches
+from .old_logp import engine_mismatch
 from .oom_retry import OomRetry, make_oom_retry
 from .optim import MixedOptimizer, learning_rate
+from .progress import Progress
 
 LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # the largest counts; of the others the mean
 NO_MEAN = ("tokens", "sequences")
-WHOLE = 2**62  # tokens of a micro-batch that is all of the optimiser step
-HARMLESS = 2e-4  # KL per token between engine and trainer: see OldLogp
 
 
 class Means:
@@ -66,30 +64,29 @@ class Means:
 
 
 class Updater:
-    """Trains a policy on batches. ``bad_steps`` counts optimiser steps in a row that were skipped as not finite."""
+    """Trains a policy on batches. An optimiser step that is not finite is skipped, and counted in ``progress``."""
 
     def __init__(
         self,
         config: Config,
-        algorithm: Algorithm,
+        method: Method,
         policy: Policy,
         optimizer: MixedOptimizer,
         folder: Path,
-        watch: Callable[[str], None] = lambda text: None,
-        room: OomRetry | None = None,
-        world: World = ALONE,
+        progress: Progress | None = None,
+        oom_retry: OomRetry | None = None,
+        context: RunContext = QUIET,
     ):
-        self.config, self.algorithm, self.policy, self.optimizer = config, algorithm, policy, optimizer
-        if algorithm.curvature_gate and not policy.linear:
-            raise ValueError(f"{algorithm.name} needs a model with a plain linear head, without bias, scale or cap")
-        if algorithm.curvature_gate and config.optim.name != "adamw":
-            raise ValueError(f"{algorithm.name} needs optim.name=adamw: its gate reads AdamW's second moments")
-        if algorithm.loss.control_variate and world.size > 1:
+        if method.curvature_gate and not policy.linear:
+            raise ValueError(f"{method.name} needs a model with a plain linear head, without bias, scale or cap")
+        if method.curvature_gate and config.optim.name != "adamw":
+            raise ValueError(f"{method.name} needs optim.name=adamw: its gate reads AdamW's second moments")
+        if method.loss.control_variate and context.world.size > 1:
             raise ValueError("loss.control_variate needs the whole optimiser step at once: leave torchrun out")
-        self.folder, self.watch, self.world = folder, watch, world
-        self.bad_steps = 0
-        self.messages: list[str] = []
-        self.oom_retry = make_oom_retry(policy, config, warn=self.messages.append) if room is None else room
+        self.config, self.method, self.policy, self.optimizer, self.folder = config, method, policy, optimizer, folder
+        self.progress = Progress() if progress is None else progress
+        self.oom_retry = make_oom_retry(policy, config, context=context) if oom_retry is None else oom_retry
+        self.context, self.world = context, context.world
 
     @property
     def steps_a_batch(self) -> int:
@@ -102,11 +99,11 @@ class Updater:
 
     def _split(self, batch: Batch, step: int, epoch: int) -> list[Tensor]:
         """Rows of each minibatch. Groups stay whole (a prompt is then computed once) if there are enough of them."""
-        group_B, parts = batch.group_B.cpu(), self._minibatches(len(batch))
-        if int(group_B.max()) + 1 < parts:
+        group_B, minibatches = batch.group_B.cpu(), self._minibatches(len(batch))
+        if int(group_B.max()) + 1 < minibatches:
             group_B = torch.arange(len(batch))
         order = torch.from_numpy(permutation(int(group_B.max()) + 1, self.config.seed, "minibatches", step, epoch))
-        chosen = (torch.isin(group_B, some).nonzero()[:, 0] for some in order.tensor_split(parts))
+        chosen = (torch.isin(group_B, some).nonzero()[:, 0] for some in order.tensor_split(minibatches))
         return [rows.to(batch.ids_BL.device) for rows in chosen]
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
@@ -114,146 +111,98 @@ class Updater:
         optim, total = self.config.optim, self.config.steps * self.steps_a_batch
         means, losses, norms, skipped, lr = Means(), [], [], 0, 0.0
         metrics: dict[str, float] = {}
-        number = (step - 1) * self.steps_a_batch
+        first = number = (step - 1) * self.steps_a_batch
         for epoch in range(optim.epochs):
-            for part in self._split(batch, step, epoch):
-                if self.bad_steps >= optim.max_bad_steps:
+            for rows in self._split(batch, step, epoch):
+                if self.progress.bad_steps >= optim.max_bad_steps:
                     break
-                minibatch = batch.rows(part)
-                self.watch(f"training {number % self.steps_a_batch + 1}/{self.steps_a_batch}")
+                minibatch = batch.rows(rows)
+                self.context.stage(f"training {number - first + 1}/{self.steps_a_batch}")
                 lr = learning_rate(optim, number, total)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
-                loss, found = self._gradients(minibatch, means, first=number == (step - 1) * self.steps_a_batch)
-                metrics |= found
-                norm = self.optimizer.clip(optim.max_grad_norm)
+                loss, logp_BT = self.oom_retry.run(
+                    minibatch,
+                    partial(self._accumulate, minibatch, means),
+                    undo=self.optimizer.zero_grad,
+                    whole=self.method.loss.control_variate,
+                )
+                if number == first:
+                    metrics |= engine_mismatch(minibatch, logp_BT, self.config.rollout)
+                norm = self.optimizer.clip(optim.max_grad_norm, self.world)
                 if math.isfinite(loss) and math.isfinite(norm):
                     self.optimizer.step()
-                    self.bad_steps = 0
+                    self.progress.bad_steps = 0
                     losses.append(loss)
                     norms.append(norm)
                 else:
                     skipped += 1
-                    self.bad_steps += 1
-                    self._keep_for_inspection(minibatch, step, number, loss, norm)
+                    self.progress.bad_steps += 1
+                    self._keep_for_inspection(minibatch, step, number - first, loss, norm)
                 self.optimizer.zero_grad()
                 number += 1
         if losses:
             metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
-        return self.world.agree(metrics | means.result() | {"lr": lr, "skipped": skipped})
-
-    def _gradients(self, batch: Batch, means: Means, first: bool) -> tuple[float, dict[str, float]]:
-        """Accumulated over micro-batches; the sum of their losses, and the engine's mismatch where it can be seen.
-
-        The metrics are those of the whole optimiser step, however it was cut.
-        """
-        whole = self.algorithm.loss.control_variate
-
-        def attempt(tokens: int) -> tuple[float, Tensor]:
-            return self._accumulate(batch, means, WHOLE if whole else tokens)
-
-        loss, logp_BT = self.oom_retry.run(batch, attempt, undo=self.optimizer.zero_grad, whole=whole)
-        return loss, self._mismatch(batch, logp_BT) if first else {}
+        return self.world.from_rank0(metrics | means.result() | {"lr": lr, "skipped": skipped})
 
     def _accumulate(self, batch: Batch, means: Means, tokens: int) -> tuple[float, Tensor]:
-        """Gradients of micro-batches of so many tokens; the sum of their losses, and the policy's logp_BT.
+        """Gradients, summed over micro-batches of so many tokens; the sum of their losses, and the policy's logp_BT.
 
         Of several ranks each computes a share of the micro-batches. Gradients are added when they are shared out again,
-        and the denominator is that of all.
+        and the denominator is that of all. The metrics are those of the whole optimiser step, however it was cut.
         """
-        cuts = dealt(batch, tokens, self.policy.packs, self.world)
-        parts = [filler(batch) if index is None else batch.rows(index) for index in cuts]
-        rule = self._fitted(parts, cuts)
-        packings = [self._pack(part) for part in parts]  # all before the first pass, as each waits for the device
-        denominator = float(rule.count(batch.mask_BT))
+        micro_batches = rank_micro_batches(batch, tokens, self.policy.packs, self.world)
+        policy_loss = self._fitted(micro_batches)
+        # all before the first pass, as each waits for the device
+        packings = [self.policy.pack(p.start_B, p.mask_BT, p.ids_BL.shape[1], p.group_B) for _, p in micro_batches]
+        denominator = float(policy_loss.count(batch.mask_BT))
         logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
-        keep_BT = torch.zeros_like(batch.mask_BT) if self.algorithm.curvature_gate else None
-        scale = None if keep_BT is None else self._curvature()
+        keep_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int) if self.method.curvature_gate else None
+        curvature = None if keep_BT is None else self._curvature()
         losses = []
-        for i, (index, part) in enumerate(zip(cuts, parts, strict=True)):
+        for i, (index, part) in enumerate(micro_batches):
             scored = self._score(part, packings[i])
             packings[i] = None  # what its layers shared goes with the backward pass
             if index is None:  # another rank has more: take part
                 (scored.logp_BT.sum() * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.accumulate()
                 continue
-            keep = None if keep_BT is None else self._keep(rule, part, scored, denominator, lambda: scale)
-            out = self._loss(rule, part, scored.logp_BT, scored.entropy_BT, denominator, keep)
+            keep = None if keep_BT is None else self._keep(policy_loss, part, scored, denominator, curvature)
+            out = policy_loss(
+                scored.logp_BT, **part.loss_inputs, denominator=denominator, entropy=scored.entropy_BT, keep=keep
+            )
             out.loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate()
             losses.append(out.loss.detach())
             width = part.mask_BT.shape[1]
             logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT
             if keep_BT is not None and keep is not None:
-                keep_BT[index, :width] = keep
+                keep_BT[index, :width] = keep.int()
         self.world.add(logp_BT, entropy_BT)
+        kept_BT = None
         if keep_BT is not None:
-            kept_BT = keep_BT.int()
-            self.world.add(kept_BT)
-            keep_BT = kept_BT.bool() | ~batch.mask_BT
+            self.world.add(keep_BT)
+            kept_BT = keep_BT.bool() | ~batch.mask_BT
         with torch.no_grad():
-            metrics = self._loss(rule, batch, logp_BT, entropy_BT, denominator, keep_BT).metrics
-            if keep_BT is not None:
-                metrics = metrics | {"clip/gated": (~keep_BT)[batch.mask_BT].float().mean()}
-            means.add(metrics)
+            out = policy_loss(logp_BT, **batch.loss_inputs, denominator=denominator, entropy=entropy_BT, keep=kept_BT)
+            gated = {} if kept_BT is None else {"clip/gated": (~kept_BT)[batch.mask_BT].float().mean()}
+            means.add(out.metrics | gated)
         return sum(self.world.gather(sum(torch.stack(losses).tolist()) if losses else 0.0)), logp_BT
-
-    def _pack(self, part: Batch) -> Packing | None:
-        return self.policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B)
 
     def _score(self, part: Batch, packing: Packing | None) -> Scored:
         recompute = self.oom_retry.recompute
         return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, recompute, packing)
 
-    def _mismatch(self, batch: Batch, logp_BT: Tensor) -> dict[str, float]:
-        """Before the first optimiser step the policy is the one that sampled: what differs is the engine.
-
-        With top-p or top-k it is also the truncation, and nothing is reported; where old_logp was computed anew, the
-        loss reports it.
-        """
-        sampling = self.config.rollout
-        if batch.rollout_logp_BT is not None or sampling.top_p < 1 or sampling.top_k > 0:
-            return {}
-        log_rho = (logp_BT - batch.old_logp_BT)[batch.mask_BT]
-        found = {"mismatch/max_log_ratio": float(log_rho.abs().max()), "mismatch/kl": float(k3(log_rho).mean())}
-        return {name: value for name, value in found.items() if math.isfinite(value)}
-
-    def _loss(
-        self,
-        rule: PolicyLoss,
-        part: Batch,
-        logp_BT: Tensor,
-        entropy_BT: Tensor,
-        denominator: float,
-        keep: Tensor | None,
-    ) -> LossOutput:
-        assert part.advantage is not None
-        return rule(
-            logp_BT,
-            part.old_logp_BT,
-            part.advantage,
-            part.mask_BT,
-            ref_logp=part.ref_logp_BT,
-            rollout_logp=part.rollout_logp_BT,
-            denominator=denominator,
-            entropy=entropy_BT,
-            keep=keep,
-            groups=part.group_B,
-        )
-
     @torch.no_grad()
-    def _fitted(self, parts: list[Batch], cuts: list[Tensor | None] | None = None) -> PolicyLoss:
-        """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once.
-
-        Where ``cuts`` has None, the part is a filler.
-        """
-        rule = self.algorithm.loss
+    def _fitted(self, micro_batches: list[tuple[Tensor | None, Batch]]) -> PolicyLoss:
+        """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once."""
+        rule = self.method.loss
         if not isinstance(rule.clip, Adaptive):
             return rule
-        ratios = [torch.zeros(0, device=parts[0].mask_BT.device)]
-        for i, part in enumerate(parts):
+        ratios = [torch.zeros(0, device=self.policy.device)]
+        for index, part in micro_batches:
             logp = self._score(part, None).logp_BT
-            if cuts is not None and cuts[i] is None:
+            if index is None:
                 continue
             log_w = at_level(logp - part.old_logp_BT, part.mask_BT, rule.level)
             ratios.append(log_w[part.mask_BT] if rule.level == "token" else log_w)
@@ -276,12 +225,7 @@ class Updater:
 
     @torch.no_grad()
     def _keep(
-        self,
-        rule: PolicyLoss,
-        part: Batch,
-        scored: Scored,
-        denominator: float,
-        curvature: Callable[[], Tensor | None] | None = None,
+        self, rule: PolicyLoss, part: Batch, scored: Scored, denominator: float, curvature: Tensor | None
     ) -> Tensor:
         """CAPO: the tokens whose own part of the optimiser step would move the policy little.
 
@@ -302,64 +246,23 @@ class Updater:
             part.ids_BL[row_N, part.start_B[row_N] + t_N],
             advantage_N * share_B[row_N],
             float(self.optimizer.param_groups[0]["lr"]),
-            (curvature or self._curvature)(),
+            curvature,
         )
         return torch.ones_like(part.mask_BT).masked_scatter(part.mask_BT, kept_N)
 
-    def _keep_for_inspection(self, batch: Batch, step: int, number: int, loss: float, norm: float) -> None:
+    def _keep_for_inspection(self, batch: Batch, step: int, minibatch: int, loss: float, norm: float) -> None:
         from safetensors.torch import save_file
 
         if not self.world.first:
             return
         folder = self.folder / "bad"
-        path = folder / f"step-{step:06d}-{number % self.steps_a_batch}"
+        path = folder / f"step-{step:06d}-{minibatch}"
         tensors = {name: value.contiguous() for name, value in vars(batch).items() if isinstance(value, Tensor)}
         about: dict[str, Any] = {"step": step, "loss": repr(loss), "grad_norm": repr(norm)}
         about["texts"] = [self.policy.decode(row[row != self.policy.tokenizer.pad_token_id]) for row in batch.ids_BL]
         folder.mkdir(exist_ok=True)
         save_file(tensors, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(about, indent=1), encoding="utf-8")
-        self.messages.append(
+        self.context.warn(
             f"step {step}: loss {loss}, gradient norm {norm}: optimiser step skipped, its batch is {path}.safetensors"
         )
-
-
-class OldLogp:
-    """Whether the old log-probabilities are the engine's, or the trainer's of before the first optimiser step.
-
-    In float32 the engine's are the trainer's. In half precision they differ, and what differs is taken for drift: the
-    ratios start at e^δ instead of 1. A KL of k per token means a δ of about √(2k), which is 0.02 at HARMLESS: a tenth
-    of the usual clip range of 0.2, and far below what an optimiser step does. So the engine's are taken while the KL
-    that the step before has measured is no more; the first step computes them. At sequence level the δ of hundreds of
-    tokens add up, against a clip range of GSPO's 3e-4 too: there they are always computed anew. A mismatch rule needs
-    both. With top-p or top-k the engine's are of the truncated distribution, and taken unless a setting says otherwise.
-
-    vLLM computes with kernels of its own, whatever the precision: with it they are computed anew unless told otherwise.
-    """
-
-    def __init__(self, config: Config, rule: PolicyLoss, dtype: torch.dtype):
-        rollout, setting = config.rollout, config.rollout.old_logp
-        self.measured: float | None = None  # mismatch/kl of the step before
-        corrects = rule.mismatch is not None and not isinstance(rule.mismatch, SequenceMask)
-        if setting == "engine" and corrects:
-            raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to correct: auto or recompute")
-        exact = dtype in (torch.float32, torch.float64) or rollout.top_p < 1 or rollout.top_k > 0
-        wary = rollout.engine == "vllm" or (not exact and rule.level != "token")
-        self.always = setting == "recompute" or corrects or (setting == "auto" and wary)
-        self.never = not self.always and (setting == "engine" or exact)
-
-    @property
-    def recompute(self) -> bool:
-        return self.always or not (self.never or (self.measured is not None and self.measured <= HARMLESS))
-
-    def measure(self, metrics: dict[str, float]) -> None:
-        self.measured = metrics.get("mismatch/kl", self.measured)
-
-
-def prepared(batch: Batch, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | None, needs_ref: bool) -> Batch:
-    """The batch with what is known of other policies: old_logp computed anew, the reference's log-probabilities."""
-    if old_logp_BT is not None:
-        batch = replace(batch, old_logp_BT=old_logp_BT, rollout_logp_BT=batch.old_logp_BT)
-    if ref_logp_BT is None and needs_ref:  # the reference is the sampling policy, and the loss asks to be told
-        ref_logp_BT = batch.old_logp_BT
-    return replace(batch, ref_logp_BT=ref_logp_BT)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .judge import Verdict, verdict, verify
+from .judge import Verdict, verdict, verify, verify_reward
 
-__all__ = ["Verdict", "verdict", "verify"]
+__all__ = ["Verdict", "verdict", "verify", "verify_reward"]

@@ -28,7 +28,7 @@ HEADING = re.compile(r"[*_\s]*+(?:[0-9]++[.):]\s++)?+[*_]*+[^\W\d_]")
 HOPE = re.compile(r"\.?\s*I hope (?:it|this) is correct\.?", re.IGNORECASE)  # Minerva's prompt ends its answers so
 THINK, THOUGHT, OPEN, CLOSE = "<think>", "</think>", "<answer>", "</answer>"
 
-Found = tuple[int, str]  # where, what
+Located = tuple[int, str]  # where an answer begins, the answer
 
 
 def final_answer(response: str) -> str | None:
@@ -37,19 +37,19 @@ def final_answer(response: str) -> str | None:
     if THINK in text and text.rfind(OPEN) < text.rfind(THINK):
         return None  # begun to think (again), and never finished
     said = said_answer(text)
-    found = [one for one in (marked_answer(text), said if said and said[2] else None) if one is not None]
-    if found:
-        return max(found, key=lambda one: one[0])[1]
+    marked = marked_answer(text)
+    if marked and not (said and said[2] and said[0] > marked[0]):
+        return marked[1]
     return said[1] if said else None
 
 
-def marked_answer(text: str) -> Found | None:
+def marked_answer(text: str) -> Located | None:
     """Of the last \\boxed{x}, #### x or <answer>x</answer>."""
-    found = [one for one in (tagged(text), lined(text), boxed(text)) if one is not None]
-    return max(found, key=lambda one: one[0], default=None)
+    answers = [one for one in (tagged(text), lined(text), boxed(text)) if one is not None]
+    return max(answers, key=lambda one: one[0], default=None)
 
 
-def lined(text: str) -> Found | None:
+def lined(text: str) -> Located | None:
     end, last = len(text), len(text.rstrip())
     while (start := text.rfind("####", 0, max(end, 0))) >= 0:
         stop = text.find("\n", start)
@@ -62,7 +62,7 @@ def lined(text: str) -> Found | None:
     return None
 
 
-def tagged(text: str) -> Found | None:
+def tagged(text: str) -> Located | None:
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, end) if end >= 0 else -1
     if start < 0:
@@ -72,7 +72,7 @@ def tagged(text: str) -> Found | None:
     return start, inside if said is None else said[1]
 
 
-def boxed(text: str) -> Found | None:
+def boxed(text: str) -> Located | None:
     """The box that begins last among those that are closed."""
     if "boxed" not in text and "fbox" not in text:
         return None

@@ -36,8 +36,8 @@ SEPARATOR = re.compile(r"[,;&]|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|\\cup|\\pm")
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL)
 BASE = re.compile(r"\(?(-?(?:[0-9]|[A-Za-z]+[0-9])[0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*(?:\{([^{}]*)\}|([0-9]))")
 DIGITS = re.compile(rf"{WORD}\s*([0-9A-Z]+)\s*{END}")
-WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
-BASES = dict(zip(WORDS, [*range(2, 13), 16], strict=True))
+BASE_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
+BASES = dict(zip(BASE_NAMES, [*range(2, 13), 16], strict=True))
 BUILDER = re.compile(rf"{SET}\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?[|:]\s*(.*){TES}", re.DOTALL)
 VALUE = re.compile(  # what has a name of its own
     r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|angle|triangle|bar|overline|vec|hat|Delta|max|min|det|deg|lfloor|lceil|Re|Im)"
@@ -99,8 +99,8 @@ def compare(given: str, wanted: str, leaf: Leaf | None = None) -> bool | None:
 def unwrapped(text: str) -> str:
     """x > 3 of {x | x > 3}, {1, 2} of x \\in {1, 2}."""
     text = text.removeprefix("\\approx").strip()
-    if (found := BUILDER.fullmatch(text)) is not None:
-        return found[1]
+    if (builder := BUILDER.fullmatch(text)) is not None:
+        return builder[1]
     chain = relation(text)
     member = len(chain) == 3 and chain[1] == "\\in" and LABEL.fullmatch(chain[0]) and outer(chain[2], SET) is not None
     return chain[2] if member else text
@@ -122,7 +122,7 @@ def compare_parts(given: str, wanted: str, related: bool, leaf: Leaf | None) -> 
         return compare_relations(given, wanted, leaf)
     pieces = split(given, "\\cup"), split(wanted, "\\cup")
     if len(pieces[0]) > 1 or len(pieces[1]) > 1:
-        return match(*pieces, again)
+        return match_all(*pieces, again)
     if "\\begin" in given or "\\begin" in wanted:
         return compare_matrices(given, wanted, leaf)
     a, b = brackets(given), brackets(wanted)
@@ -167,11 +167,11 @@ def compare_leaves(given: str, wanted: str, leaf: Leaf | None) -> bool | None:
 
 def unknowns(text: str) -> set[str]:
     """The symbols in it: x + 1 cannot be 5, nor t + 1."""
-    found = set(COMMAND.findall(text)) & GREEK
+    symbols = set(COMMAND.findall(text)) & GREEK
     for run in LETTERS.findall(COMMAND.sub(" ", text)):
         if run.lower() not in FUNCTIONS:
-            found.update(run)
-    return found - {"e", "i"}
+            symbols.update(run)
+    return symbols - {"e", "i"}
 
 
 def same_number(given: Fraction, unit: str, wanted: Fraction, wanted_unit: str) -> bool:
@@ -193,10 +193,10 @@ def compare_bases(given: str, wanted: str) -> bool | None:
 
 def numeral(text: str) -> tuple[str, int] | None:
     """("101", 2) of 101_2; None unless these are digits of that base."""
-    found = BASE.fullmatch(DIGITS.sub(r"\1", text))
-    if found is None:
+    written = BASE.fullmatch(DIGITS.sub(r"\1", text))
+    if written is None:
         return None
-    digits, named = found[1].lstrip("0").upper(), bare(found[2] or found[3] or "").lower()
+    digits, named = written[1].lstrip("0").upper(), bare(written[2] or written[3] or "").lower()
     base = int(named) if named.isascii() and named.isdigit() and len(named) < 3 else BASES.get(named, 0)
     try:
         int(digits.replace(".", "") or "0", base if base > 1 else 1)
@@ -234,11 +234,11 @@ def same_text(given: str, wanted: str) -> bool:
 
 
 def every(verdicts: Iterable[bool | None]) -> bool | None:
-    found = list(verdicts)
-    return False if False in found else None if None in found else True
+    all_of_them = list(verdicts)
+    return False if False in all_of_them else None if None in all_of_them else True
 
 
-def match(given: Sequence[str], wanted: Sequence[str], again: Callable[[str, str], bool | None]) -> bool | None:
+def match_all(given: Sequence[str], wanted: Sequence[str], again: Callable[[str, str], bool | None]) -> bool | None:
     """One to one, in any order."""
     if len(given) != len(wanted):
         return False
@@ -269,14 +269,13 @@ def compare_lists(given: list[str], wanted: list[str], as_set: bool, leaf: Leaf 
     if all(names[1]) and len(set(names[1])) > 1:  # x = 1, y = 2
         if sorted(names[0]) != sorted(names[1]) or len(set(names[0])) != len(names[0]):
             return False
-        found = dict(zip(*(names[0], values[0]), strict=True))
-        return every(again(found[label], value) for label, value in marks[1])
+        by_label = dict(marks[0])
+        return every(again(by_label[label], value) for label, value in marks[1])
     if any(names[0]):
         if not all(names[0]) or (all(names[1]) and set(names[0]) != set(names[1])):
             return False
-        if (
-            len({label.split("_")[0] for label in names[0]}) > 1
-        ):  # distinct unknowns: their order is that of the question
+        unknown = {label.split("_")[0] for label in names[0]}
+        if len(unknown) > 1:  # their order is that of the question
             if len(given) != len(wanted) or any(names[1]):
                 return False
             return every(again(g, w) for g, w in zip(values[0], wanted, strict=True))
@@ -284,7 +283,7 @@ def compare_lists(given: list[str], wanted: list[str], as_set: bool, leaf: Leaf 
         given, wanted = values[0], values[1]
     if as_set:
         given, wanted = distinct(given, again), distinct(wanted, again)
-    return match(given, wanted, again)
+    return match_all(given, wanted, again)
 
 
 def distinct(parts: list[str], again: Callable[[str, str], bool | None]) -> list[str]:
@@ -302,7 +301,7 @@ def compare_sets(given: Reals, wanted: Reals, leaf: Leaf | None) -> bool | None:
     if given[0] and wanted[0] and bare(given[0]) != bare(wanted[0]):
         return False
     written = [[f"{ends[0]}{start},{stop}{ends[1]}" for ends, start, stop in side[1]] for side in (given, wanted)]
-    return match(written[0], written[1], partial(compare, leaf=leaf))
+    return match_all(written[0], written[1], partial(compare, leaf=leaf))
 
 
 def compare_relations(given: str, wanted: str, leaf: Leaf | None) -> bool | None:
@@ -361,9 +360,9 @@ def consistent(chain: list[str]) -> bool:
         return False  # "4 because 2 + 2 = 4"
     if "\\approx" in chain:
         return True
-    found = [(number(core), unit == "%") for core, unit in (measured(part) for part in chain[::2])]
-    values = {value for value, percent in found if not percent and value is not None}
-    shares = {value for value, percent in found if percent and value is not None}
+    numbers = [(number(core), unit == "%") for core, unit in (measured(part) for part in chain[::2])]
+    values = {value for value, percent in numbers if not percent and value is not None}
+    shares = {value for value, percent in numbers if percent and value is not None}
     return len(values) <= 1 and len(shares) <= 1 and all(p in values or p / 100 in values for p in shares if values)
 
 

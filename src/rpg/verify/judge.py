@@ -17,13 +17,13 @@ import warnings
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..rewards import worker
+from ..rewards.scoring import Scorer
 from .answers import final_answer, marked_answer
 from .compare import same
 from .mathematics import equal, load, refusal
-
-__all__ = ["Verdict", "final_answer", "preload", "verdict", "verify"]
 
 LONG = 600  # characters; below the least limit that Python can have on the digits of an int
 SECONDS = 2.0  # for one comparison
@@ -53,6 +53,11 @@ def verify(response: str, truth: str) -> bool:
     Where the final answer is: answers.py. The truth may be written as one, too (``… #### 42``, ``\boxed{42}``).
     """
     return verdict(response, truth).right
+
+
+def verify_reward(response: str, answer: str, prompt: str) -> float:
+    """1 where the response's final answer is right."""
+    return float(verify(response, answer))
 
 
 def verdict(response: str, truth: str) -> Verdict:
@@ -90,10 +95,10 @@ def verdict(response: str, truth: str) -> Verdict:
 
 def plain_number(text: str) -> Fraction | int | None:
     """Of 12, -1,234.50, \\$5: most answers there are, and so the short way."""
-    found = PLAIN.fullmatch(text)
-    if found is None:
+    match = PLAIN.fullmatch(text)
+    if match is None:
         return None
-    sign, whole, part = found.groups()
+    sign, whole, part = match.groups()
     digits = whole.replace(",", "")
     value = int(digits) if not part else Fraction(int(digits + part), 10 ** len(part))
     return -value if sign == "-" else value
@@ -110,11 +115,11 @@ def legible(text: str) -> bool:
 @lru_cache(maxsize=16384)
 def judged(given: str, wanted: str) -> Verdict:
     try:
-        found = same(given, wanted)
+        equals = same(given, wanted)
     except RecursionError:
         return Verdict(False, "nested too deeply")
-    if found is not None:
-        return Verdict(found, "equal" if found else "different")
+    if equals is not None:
+        return Verdict(equals, "equal" if equals else "different")
     for text in (given, wanted):
         if why := refusal(text):
             return Verdict(False, f"different as text, and not worked out: {why}")
@@ -134,8 +139,6 @@ class _TimeUp(BaseException):
 
 
 def worked_out(given: str, wanted: str) -> float:
-    from ..rewards import worker
-
     if worker.inside_worker:
         return compared(given, wanted)
     return _ask(given, wanted)
@@ -146,7 +149,7 @@ def compared(given: str, wanted: str, prompt: str = "") -> float:
     load()
     try:
         with _limited(SECONDS):
-            found = equal(given, wanted)
+            equals = equal(given, wanted)
     except _TimeUp:
         return LATE
     except (MemoryError, RecursionError):
@@ -156,7 +159,7 @@ def compared(given: str, wanted: str, prompt: str = "") -> float:
         return LATE
     except Exception:  # sympy raises what it likes at what it cannot compare
         return UNKNOWN
-    return UNKNOWN if found is None else EQUAL if found else DIFFERENT
+    return UNKNOWN if equals is None else EQUAL if equals else DIFFERENT
 
 
 @contextlib.contextmanager
@@ -181,39 +184,17 @@ def _limited(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), interval)
 
 
-class _Judge:
-    """``compared``, with the slow imports made as soon as a worker unpickles it rather than in its first call."""
-
-    def __call__(self, given: str, wanted: str, prompt: str) -> float:
-        return compared(given, wanted)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _loaded_judge, ()
-
-
-def _loaded_judge() -> _Judge:
-    load()
-    return _Judge()
-
-
-def preload() -> None:
-    """For a worker that will verify: import sympy now, before the clock of an item runs."""
-    load()
-
-
 # ---- this process's own worker ---------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_scorer: Any = None
+_scorer: Scorer | None = None
 
 
 def _ask(given: str, wanted: str) -> float:
     global _scorer
-    from ..rewards.scoring import Scorer
-
     with _lock:
         if _scorer is None or not _scorer._finalizer.alive:  # closed by an exit handler that came before this call
-            _scorer = Scorer(_Judge(), workers=1, timeout=HARD, memory_gb=MEMORY_GB, on_error=LATE)
+            _scorer = Scorer(compared, workers=1, timeout=HARD, memory_gb=MEMORY_GB, on_error=LATE)
     for _ in range(2):  # a worker may be killed for what others have done: once more
         scores = _scorer.score([(given, wanted, "")])
         if not scores.failures["raised"]:
@@ -227,4 +208,5 @@ def _forget() -> None:
     _lock, _scorer = threading.Lock(), None
 
 
+worker.preloads.append(load)  # sympy: a second, which no answer should pay for
 os.register_at_fork(after_in_child=_forget)

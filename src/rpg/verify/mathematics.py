@@ -1,5 +1,5 @@
 r"""Equal as mathematics, with math-verify's LaTeX parser and sympy. Slow, and not to be trusted with time or memory:
-call it where something ends it (see verify.py). What is hopeless is refused before it is parsed.
+call it where something ends it (see judge.py). What is hopeless is refused before it is parsed.
 
 math-verify's own verdict is not asked for: it rounds to six decimals, strips letters as units, reads 2 3 as 5, lowers
 the case of symbols and takes sets for points. Here decimals are exact, symbols keep their case, and two expressions are
@@ -149,9 +149,8 @@ def value(expression: Any, symbols: tuple[Any, ...], trial: int) -> Any:
         negative = trial >> i & 1 if i < 3 else rng.getrandbits(1)
         size = rng.randint(1, 997) * SCALES[(trial // 2 + i) % len(SCALES)]
         point[symbol] = sympy.Rational(-size if negative else size, rng.randint(401, 601))
-    found = expression.subs(point).evalf(PLACES)
-    parts = found.as_real_imag()
-    return found if all(part.is_Number and part.is_finite for part in parts) else None
+    result = expression.subs(point).evalf(PLACES)
+    return result if all(part.is_Number and part.is_finite for part in result.as_real_imag()) else None
 
 
 @lru_cache(maxsize=4096)
@@ -167,17 +166,18 @@ def parse(text: str) -> Any:
     if NUMBERED.search(COMMAND.sub(" ", latex)):
         return None
     try:
-        made = latex2sympy(
+        expression = latex2sympy(
             latex,
             convert_degrees=True,
             normalization_config=None,
             conversion_config=ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False),
         )
-        if not isinstance(made, sympy.Expr) or made.has(sympy.Float):
+        if not isinstance(expression, sympy.Expr) or expression.has(sympy.Float):
             return None
-        known = {s: {"i": sympy.I, "e": sympy.E}[s.name] for s in made.free_symbols if s.name in ("i", "e")}
-        made = made.subs(known).doit() if known else made.doit()
-        return None if made.has(sympy.zoo, sympy.nan) else made
+        constants = {"i": sympy.I, "e": sympy.E}
+        constants = {s: constants[s.name] for s in expression.free_symbols if s.name in constants}
+        expression = expression.subs(constants).doit() if constants else expression.doit()
+        return None if expression.has(sympy.zoo, sympy.nan) else expression
     except Exception:  # the parser raises bare Exceptions at what it does not know
         return None
 
@@ -185,7 +185,7 @@ def parse(text: str) -> Any:
 def plain(text: str) -> str:
     """LaTeX that can be read in one way only."""
     text = text.replace("**", "^").replace("*", r"\cdot ")
-    text = FUNCTION.sub(lambda found: "\\" + {"infinity": "infty"}.get(found[1], found[1]) + " ", text)
+    text = FUNCTION.sub(lambda name: "\\" + {"infinity": "infty"}.get(name[1], name[1]) + " ", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = PRODUCT.sub(r"\g<0>\\cdot ", text)
     text = MIXED.sub(r"(\1+\2)", text)

@@ -69,7 +69,7 @@ def clean(text: str) -> str:
         text = ended(marked[2]) + marked[3]
     text = text.translate(FULL)
     text = text.replace("\\\\", ROW) if "\\begin" in text else re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
-    text = SUPERS.sub(lambda found: "^{" + found.group().translate(SUPER) + "}", text)
+    text = SUPERS.sub(lambda digits: "^{" + digits.group().translate(SUPER) + "}", text)
     for old, new in SAME.items():
         if old in text:
             text = text.replace(old, new)
@@ -80,7 +80,7 @@ def clean(text: str) -> str:
     text = text.replace(r"\{", SET).replace(r"\}", TES)
     text = GAP.sub(" ", NOTHING.sub("", text))
     text = OVER_BAR.sub(r"\\frac{\1}{\2}", STYLE.sub(r"\\text{\1}", text))
-    text = COMMAND.sub(lambda found: SPELLED.get(found.group(), found.group()), text)
+    text = COMMAND.sub(lambda command: SPELLED.get(command.group(), command.group()), text)
     for _ in range(4):
         text, count = WRAPPER.subn(word, text)
         if not count:
@@ -96,24 +96,24 @@ def ended(text: str) -> str:
     return text if ".." in text[len(core) :] else core
 
 
-def word(found: re.Match[str]) -> str:
+def word(match: re.Match[str]) -> str:
     """Marked as a word if it has two letters or more; a lone letter is a symbol, digits are digits."""
-    inside = found.group(1).replace(WORD, "").replace(END, "")
-    if found.group().startswith((r"\boxed", r"\fbox")):
-        return found.group(1)
-    upright = found.group().startswith((r"\text{", r"\mathrm", r"\textrm", r"\mbox"))
-    if upright and UNIT_LETTER.fullmatch(inside) and found.string[: found.start()].rstrip()[-1:] in DIGIT_OR_CLOSED:
+    inside = match.group(1).replace(WORD, "").replace(END, "")
+    if match.group().startswith((r"\boxed", r"\fbox")):
+        return match.group(1)
+    upright = match.group().startswith((r"\text{", r"\mathrm", r"\textrm", r"\mbox"))
+    if upright and UNIT_LETTER.fullmatch(inside) and match.string[: match.start()].rstrip()[-1:] in DIGIT_OR_CLOSED:
         return f"{WORD}{inside}{END}"
     if "\\" in inside or not re.search(r"[^\W\d_]{2}|[A-Za-z]\.", inside):
         return inside
     if counted := COUNTED.fullmatch(inside):
         return f"{counted[1]}{WORD}{counted[2]}{END}"
-    parts = re.split(r"(,|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))", inside)
-    return "".join(p if i % 2 or not p.strip() else f"{WORD}{p}{END}" for i, p in enumerate(parts))
+    pieces = re.split(r"(,|;|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))", inside)
+    return "".join(p if i % 2 or not p.strip() else f"{WORD}{p}{END}" for i, p in enumerate(pieces))
 
 
-def argument(found: re.Match[str]) -> str:
-    a, b, c, d, e = found.groups()
+def argument(match: re.Match[str]) -> str:
+    a, b, c, d, e = match.groups()
     return e or f"{a or c}{{{b or d}}}"
 
 
@@ -201,10 +201,10 @@ def scientific(text: str) -> Fraction | None:
 
 def decimal(text: str) -> Fraction | None:
     """Digits, with thousands, a point, a repeating part."""
-    found = DECIMAL.fullmatch(text)
-    if found is None:
+    digits = DECIMAL.fullmatch(text)
+    if digits is None:
         return None
-    whole, part, again = (found[1] or "").replace(",", ""), found[2] or "", found[3] or ""
+    whole, part, again = (digits[1] or "").replace(",", ""), digits[2] or "", digits[3] or ""
     if not whole and not part and not again:
         return None
     value = Fraction(int((whole + part) or "0"), 10 ** len(part))

@@ -20,11 +20,13 @@ Reals = tuple[str, list[Piece]]  # the variable, "" if none was named; the piece
 def real_set(text: str) -> Reals | None:
     """Of an interval, a union, x > 3, 1 < x \\le 2, x < 1 or x > 2, x \\ne 3, \\mathbb{R} \\setminus {3}; else None."""
     parts = OR.split(JOINT.sub(r" \1 ", text))
-    found = [piece_of(part.strip().rstrip(",").strip()) for part in parts]
-    names = {name for one in found if one is not None for name in [one[0]] if name}
-    if any(one is None for one in found) or len(names) > 1:
-        return None
-    return (names.pop() if names else ""), [piece for one in found if one is not None for piece in one[1]]
+    sets = []
+    for part in parts:
+        if (one := piece_of(part.strip().rstrip(",").strip())) is None:
+            return None
+        sets.append(one)
+    names = {name for name, _ in sets if name}
+    return None if len(names) > 1 else (names.pop() if names else "", [piece for _, pieces in sets for piece in pieces])
 
 
 def piece_of(text: str) -> Reals | None:

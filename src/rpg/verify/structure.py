@@ -90,27 +90,27 @@ def shared(marks: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def plus_minus(parts: list[str]) -> list[str]:
     """Each part with \\pm in it as two."""
-    made = []
+    signed = []
     for part in parts:
         if PLUS_MINUS.search(part):
-            made += [MINUS_PLUS.sub(b, PLUS_MINUS.sub(a, part)).strip() for a, b in (("+", "-"), ("-", "+"))]
+            signed += [MINUS_PLUS.sub(b, PLUS_MINUS.sub(a, part)).strip() for a, b in (("+", "-"), ("-", "+"))]
         else:
-            made.append(part)
-    return [re.sub(r"^((?:[^=]*=)?)\s*\+\s*", r"\1", part) for part in made]
+            signed.append(part)
+    return [re.sub(r"^((?:[^=]*=)?)\s*\+\s*", r"\1", part) for part in signed]
 
 
 def relation(text: str) -> list[str]:
     """[a, "<", b, "\\le", c] of a < b \\le c, at the top level."""
     parts, depth, start = [], 0, 0
-    for found in RELATION.finditer(text):
-        token = found.group()
+    for sign in RELATION.finditer(text):
+        token = sign.group()
         if token in OPENERS:
             depth += 1
         elif token in CLOSERS:
             depth -= 1
         elif depth == 0:
-            parts += [text[start : found.start()].strip(), token]
-            start = found.end()
+            parts += [text[start : sign.start()].strip(), token]
+            start = sign.end()
     return [*parts, text[start:].strip()]
 
 

@@ -41,8 +41,6 @@ TRAILING = re.compile(
     re.DOTALL,
 )
 DEGREES = re.compile(r"(.*[0-9})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*([FC]?)", re.DOTALL)
-
-
 FUNCTION = re.compile(r"sin|cos|tan|cot|sec|csc|log|ln")
 
 
@@ -63,18 +61,18 @@ def measured(text: str) -> Measured:
                 return Measured((start[0] if start[0] in "-+" else "") + core, sign + per)
     if text[-1:] in ("%", "$", "€"):
         return Measured(text[:-1].strip(), text[-1])
-    found = DEGREES.fullmatch(text)
-    if found is not None and not FUNCTION.search(text):
-        return Measured(found[1], f"deg {found[2]}".strip())
-    found = TRAILING.fullmatch(text)
-    if found is None:
+    degrees = DEGREES.fullmatch(text)
+    if degrees is not None and not FUNCTION.search(text):
+        return Measured(degrees[1], f"deg {degrees[2]}".strip())
+    trailing = TRAILING.fullmatch(text)
+    if trailing is None:
         return Measured(text, "")
-    words = found["marked"] if found["marked"] is not None else found["plain"]
-    marked = found["marked"] is not None
-    unit = words.strip() if marked and words.strip() in LETTERS else canonical(words, marked or bool(found["gap"]))
-    if not unit or not found["core"].strip():
+    marked = trailing["marked"] is not None
+    noun = trailing["marked"] if marked else trailing["plain"]
+    unit = noun.strip() if marked and noun.strip() in LETTERS else canonical(noun, marked or bool(trailing["gap"]))
+    if not unit or not trailing["core"].strip():
         return Measured(text, "")
-    return Measured(found["core"], unit + (found["p1"] or found["p2"] or ""))
+    return Measured(trailing["core"], unit + (trailing["p1"] or trailing["p2"] or ""))
 
 
 def canonical(words: str, free: bool) -> str:

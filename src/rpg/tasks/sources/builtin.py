@@ -107,8 +107,8 @@ def score_countdown(response: str, answer: str, prompt: str) -> float:
 
 def final(response: str) -> str | None:
     """What follows the last ``answer``, or None."""
-    found = re.search(r"answer ([-+*()\d]{1,64})\s*$", response[-200:])
-    return found.group(1) if found else None
+    answer = re.search(r"answer ([-+*()\d]{1,64})\s*$", response[-200:])
+    return answer.group(1) if answer else None
 
 
 def mixed(rng: random.Random) -> Problem:

@@ -96,9 +96,8 @@ def dataset_name(given: str) -> str | None:
 def row_of(repo: str) -> Dataset | None:
     """The dataset of the table that this repository of the hub holds."""
     for row in DATASETS.values():
-        if any(
-            part is not None and part.hub.partition("@")[0].partition("#")[0] == repo for part in (row.train, row.test)
-        ):
+        ids = [HubId.parse(split.hub) for split in (row.train, row.test) if split is not None]
+        if repo in [where.repo for where in ids if where is not None]:
             return row
     return None
 
@@ -113,12 +112,12 @@ def load_split(name: str, split: Split) -> tuple[list[Problem], list[str]]:
         where = HubId.parse(split.hub)
         assert where is not None
         try:
-            found = load_hub(where)
+            train, test, lacking = load_hub(where)
         except ValueError as error:
             folder = os.environ.get(FOLDER)
             hint = f" ({FOLDER}={folder} holds no {split.files[0]}.jsonl, .json or .parquet)" if folder else ""
             raise ValueError(f"{name}: {error}{hint}") from error
-        problems, lacking = found.train or found.test, found.lacking
+        problems = train or test
     return prepare(name, problems, lacking, template=row.template, keep=row.keep)
 
 
@@ -142,19 +141,19 @@ def prepare(
 
 def _local(split: Split) -> Path | None:
     """Its file in the folder of RPG_DATA."""
-    given = os.environ.get(FOLDER)
-    if not given:
+    name = os.environ.get(FOLDER)
+    if not name:
         return None
-    folder = Path(given).expanduser()
+    folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"{FOLDER} must be a folder with files of data; there is no folder {given}")
+        raise ValueError(f"{FOLDER} must be a folder with files of data; there is no folder {name}")
     wanted = {_plain(name) for name in split.files}
     files = [path for path in sorted([*folder.glob("*"), *folder.glob("*/*")]) if path.suffix in SUFFIXES]
-    found = [path for path in files if _plain("".join(path.relative_to(folder).with_suffix("").parts)) in wanted]
-    if len(found) > 1:
-        both = " and ".join(str(path.relative_to(folder)) for path in found[:2])
+    fitting = [path for path in files if _plain("".join(path.relative_to(folder).with_suffix("").parts)) in wanted]
+    if len(fitting) > 1:
+        both = " and ".join(str(path.relative_to(folder)) for path in fitting[:2])
         raise ValueError(f"{FOLDER} holds both {both}: give one of them by its path instead")
-    return found[0] if found else None
+    return fitting[0] if fitting else None
 
 
 def _plain(name: str) -> str:

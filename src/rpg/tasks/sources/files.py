@@ -7,54 +7,57 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...rewards.importing import describe
-from ..overlap import words
+from ...console import describe
+from ..overlap import word_list
 from ..task import Problem
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 PROMPTS = ("prompt", "question", "problem")
-ANSWERS = (
-    "answer",
-    "final_answer",
-    "solution",
-    "ground_truth",
-    "target",
-    "reward_model.ground_truth",
-)  # the last: verl
+ANSWERS = ("answer", "final_answer", "solution", "ground_truth", "target", "reward_model.ground_truth")  # last: verl
 LEVELS = ("level", "difficulty")
 LONG = 200  # characters: a solution without a box that is longer is no answer but a text
 
 Rows = Iterable[tuple[str, Any]]  # (where it stands, row)
 
 
-def load_file(
-    path: str | Path, *, prompt_key: str | None = None, answer_key: str | None = None, strict: bool = True
-) -> tuple[list[Problem], int]:
+@dataclass(frozen=True)
+class Columns:
+    """Of the prompt and the answer, where they are not the usual ones; one with a dot goes into nested objects.
+
+    Unless ``strict``, rows without these may have the usual ones.
+    """
+
+    prompt: str | None = None
+    answer: str | None = None
+    strict: bool = True
+
+
+USUAL = Columns()
+
+
+def load_file(path: str | Path, columns: Columns = USUAL) -> tuple[list[Problem], int]:
     """(problems, rows left out for want of an answer)
 
-    One problem a row. A key with a dot in it goes into nested objects. GSM8K's ``… #### 42`` is cut to 42, and a
-    solution to what is in its last \\boxed{…}. Unless ``strict``, rows without the given keys may have the usual ones.
+    One problem a row. GSM8K's ``… #### 42`` is cut to 42, and a solution to what is in its last \\boxed{…}.
     """
     path = Path(path).expanduser()
-    problems, lacking = problems_of(rows_of(path), prompt_key=prompt_key, answer_key=answer_key, strict=strict)
+    problems, lacking = problems_of(rows_of(path), columns)
     if not problems:
         raise ValueError(lacking[0] if lacking else f"{path} is empty")
     return problems, len(lacking)
 
 
-def problems_of(
-    rows: Rows,
-    *,
-    prompt_key: str | None = None,
-    answer_key: str | None = None,
-    strict: bool = True,
-) -> tuple[list[Problem], list[str]]:
+def problems_of(rows: Rows, columns: Columns = USUAL) -> tuple[list[Problem], list[str]]:
     """(problems, a line for each row that is left out: its answer is null or empty)"""
-    prompts, answers = _candidates(prompt_key, PROMPTS, strict), _candidates(answer_key, ANSWERS, strict)
+    prompts, answers = (
+        usual if name is None else (name,) if columns.strict else (name, *usual)
+        for name, usual in ((columns.prompt, PROMPTS), (columns.answer, ANSWERS))
+    )
     problems, lacking = [], []
     for where, row in rows:
         if not isinstance(row, dict):
@@ -90,7 +93,7 @@ def split(problems: Sequence[Problem], test_share: float = 0.1) -> tuple[list[Pr
 
 def _place(prompt: str) -> float:
     """In [0, 1), the same for what overlap.py calls the same problem."""
-    text = " ".join(words(prompt) or prompt.split()).encode("utf-8", "surrogatepass")
+    text = " ".join(word_list(prompt) or prompt.split()).encode("utf-8", "surrogatepass")
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 11) / 2**53
 
 
@@ -166,10 +169,6 @@ def _parse(data: bytes, where: str) -> Any:
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _candidates(key: str | None, known: Sequence[str], strict: bool) -> Sequence[str]:
-    return known if key is None else (key,) if strict else (key, *known)
-
-
 def _find(where: str, row: dict[str, Any], what: str, names: Sequence[str]) -> tuple[str, Any]:
     """(column, value) of the first that has something in it; "" where those that are there have nothing."""
     there = {name: value for name in names if (value := _value(row, name)) is not None}
@@ -208,10 +207,8 @@ def _prompt(where: str, value: Any) -> tuple[str, str]:
     if "user" not in roles:
         raise ValueError(f"{where}: its prompt is a list without a message of role 'user'")
     if roles not in (["user"], ["system", "user"]):
-        found = ", ".join(roles[:6])
-        raise ValueError(
-            f"{where}: its prompt must be one message of the user, after a system prompt or not; got {found}"
-        )
+        wanted = "one message of the user, after a system prompt or not"
+        raise ValueError(f"{where}: its prompt must be {wanted}; got {', '.join(roles[:6])}")
     texts = [_text(where, "prompt", m.get("content")) for m in messages]
     return texts[-1], texts[0] if len(texts) > 1 else ""
 
@@ -232,23 +229,23 @@ def _answer(where: str, column: str, value: Any) -> str:
 
 def last_box(text: str) -> str | None:
     """What is in the last \\boxed{…}, or stands behind a \\boxed without braces."""
-    for found in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))):
-        if not text.startswith("{", found.end()):
-            bare = re.match(r"[^\s$]+", text[found.end() :])
+    for box in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))):
+        if not text.startswith("{", box.end()):
+            bare = re.match(r"[^\s$]+", text[box.end() :])
             return bare.group().rstrip(".,") if bare else None
         depth = 0
-        for brace in re.finditer(r"\\[{}]|[{}]", text[found.end() :]):
+        for brace in re.finditer(r"\\[{}]|[{}]", text[box.end() :]):
             depth += {"{": 1, "}": -1}.get(brace.group(), 0)
             if depth == 0:
-                return text[found.end() + 1 : found.end() + brace.start()].strip()
+                return text[box.end() + 1 : box.end() + brace.start()].strip()
     return None
 
 
 def _level(row: dict[str, Any]) -> int:
     """3 of 3, "3", 3.0, 3.5 and "Level 3"; 0 where nothing like it is there."""
     value = next((row[name] for name in LEVELS if row.get(name) is not None), None)
-    found = re.fullmatch(r"(?:level )?([0-9]{1,9})(?:\.[0-9]*)?", str(value).strip().lower())
-    return int(found[1]) if found else 0
+    level = re.fullmatch(r"(?:level )?([0-9]{1,9})(?:\.[0-9]*)?", str(value).strip().lower())
+    return int(level[1]) if level else 0
 
 
 def _text(where: str, what: str, value: Any) -> str:

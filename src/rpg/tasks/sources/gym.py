@@ -16,13 +16,10 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ...console import choose
-from ...rewards.importing import describe
+from ...console import choose, describe
 from ...verify.answers import final_answer
-from ...verify.judge import preload as preload  # called by workers, before the clock of an answer runs
-from ..task import Lazy, Problem, Task
+from ..task import Lazy, Problem, TaggedAnswer, Task, tag_of
 from .builtin import TEST, TRAIN, split_of
-from .tagged import Tagged, tag_of
 
 PREFIX = "gym:"
 TEMPLATE = (
@@ -40,7 +37,7 @@ def check(name: str) -> tuple[str, Options]:
     """(generator, options); one that there is not is a ValueError."""
     generator, _, query = name.removeprefix(PREFIX).partition("?")
     options = tuple(sorted(parse_qsl(query, keep_blank_values=True)))
-    _known(generator, options)
+    _check_options(generator, options)
     return generator, options
 
 
@@ -85,9 +82,8 @@ class GymProblems(Lazy):
             entry = _entry(self.generator, self.options, number)
             if split_of(entry["question"]) == self.split:
                 answer = "any that is right" if entry["answer"] is None else str(entry["answer"])
-                return Problem(
-                    entry["question"], Tagged(answer, entry), template=TEMPLATE, source=PREFIX + self.generator
-                )
+                tagged, source = TaggedAnswer(answer, entry), PREFIX + self.generator
+                return Problem(entry["question"], tagged, template=TEMPLATE, source=source)
         raise ValueError(f"{PREFIX}{self.generator} has too few different problems to hold some of them out")
 
 
@@ -128,7 +124,7 @@ def _gym() -> Any:
     return reasoning_gym
 
 
-def _known(generator: str, options: Options) -> None:
+def _check_options(generator: str, options: Options) -> None:
     datasets = _gym().factory.DATASETS
     if generator not in datasets:
         text = choose("generator", generator, datasets).partition(" Known:")[0]
@@ -137,10 +133,10 @@ def _known(generator: str, options: Options) -> None:
         )
     if generator == "composite":
         raise ValueError(f"{PREFIX}composite mixes others: write 0.5*{PREFIX}basic_arithmetic + 0.5*{PREFIX}countdown")
-    known = {field.name for field in fields(datasets[generator][1])} - {"seed", "size"}
+    names = {field.name for field in fields(datasets[generator][1])} - {"seed", "size"}
     for key, _ in options:
-        if key not in known:
-            raise ValueError(f"{PREFIX}{generator}: {choose('option', key, known)}")
+        if key not in names:
+            raise ValueError(f"{PREFIX}{generator}: {choose('option', key, names)}")
     try:
         _dataset(generator, options, 0)
     except Exception as error:  # its config checks itself with assert

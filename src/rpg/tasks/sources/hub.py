@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...rewards.importing import describe
+from ...console import describe, flat_text
 from ..task import Problem
-from .files import ANSWERS, LEVELS, PROMPTS, arrow_rows, problems_of
+from .files import ANSWERS, LEVELS, PROMPTS, USUAL, Columns, arrow_rows, problems_of
 
 ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^@#]+))?(?:#([^@#]+))?")
 PATIENCE = 10.0  # seconds for the hub to answer the first question
@@ -25,64 +25,52 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> HubId | None:
-        found = ID.fullmatch(text)
-        return cls(*found.groups()) if found else None
+        match = ID.fullmatch(text)
+        return cls(*match.groups()) if match else None
 
     def __str__(self) -> str:
         return self.repo + (f"@{self.subset}" if self.subset else "") + (f"#{self.split}" if self.split else "")
 
 
-@dataclass(frozen=True)
-class Found:
-    train: list[Problem]
-    test: list[Problem]
-    lacking: int  # rows without an answer, left out
+def load_hub(where: HubId, columns: Columns = USUAL) -> tuple[list[Problem], list[Problem], int]:
+    """(train, test, rows left out for want of an answer)
 
-
-def load_hub(
-    where: HubId, *, prompt_key: str | None = None, answer_key: str | None = None, strict: bool = True
-) -> Found:
-    """The train and the test split, or the one that is named, as train unless it is a test split by its name."""
+    The train and the test split, or the one that is named, as train unless it is a test split by its name.
+    """
     splits = _download(where)
     lacking: list[str] = []
 
     def problems(split: str) -> list[Problem]:
-        columns = _columns(splits[split], prompt_key, answer_key)
-        tables = columns.with_format("arrow").iter(1000)
-        rows = arrow_rows(f"{where.repo} ({split})", tables)
-        found, without = problems_of(rows, prompt_key=prompt_key, answer_key=answer_key, strict=strict)
+        tables = _only_needed(splits[split], columns).with_format("arrow").iter(1000)
+        with_answer, without = problems_of(arrow_rows(f"{where.repo} ({split})", tables), columns)
         lacking.extend(without)
-        return found
+        return with_answer
 
     if where.split is not None:
         held_out = where.split.partition("[")[0] in TEST
-        train, test = (None, where.split) if held_out else (where.split, None)
+        train_name, test_name = (None, where.split) if held_out else (where.split, None)
     else:
-        train = "train" if "train" in splits else None
-        test = next((name for name in TEST if name in splits), None)
-    if train is None and test is None:
+        train_name = "train" if "train" in splits else None
+        test_name = next((name for name in TEST if name in splits), None)
+    if train_name is None and test_name is None:
         if len(splits) > 1:
             raise ValueError(f"{where} has neither a train nor a test split: name one, {where}#{next(iter(splits))}")
-        train = next(iter(splits))
-    found = Found(problems(train) if train else [], problems(test) if test else [], len(lacking))
-    if lacking and not found.train and not found.test:
+        train_name = next(iter(splits))
+    train = problems(train_name) if train_name else []
+    test = problems(test_name) if test_name else []
+    if lacking and not train and not test:
         raise ValueError(lacking[0])
-    return found
+    return train, test, len(lacking)
 
 
-def _columns(dataset: Any, prompt_key: str | None, answer_key: str | None) -> Any:
-    """Without those that are not looked at, images perhaps; all, where the needed ones are not there."""
-    wanted = [
-        {key.partition(".")[0] for key in (given, *known) if key} for given, known in _known(prompt_key, answer_key)
-    ]
-    have = set(dataset.column_names)
-    if not all(names & have for names in wanted):
+def _only_needed(dataset: Any, columns: Columns) -> Any:
+    """Without columns that are not looked at, images perhaps; all, where the needed ones are not there."""
+    candidates = ((columns.prompt, *PROMPTS), (columns.answer, *ANSWERS))
+    prompts, answers = ({key.partition(".")[0] for key in keys if key} for keys in candidates)
+    names = dataset.column_names
+    if prompts.isdisjoint(names) or answers.isdisjoint(names):
         return dataset
-    return dataset.select_columns([name for name in dataset.column_names if name in wanted[0] | wanted[1] | {*LEVELS}])
-
-
-def _known(prompt_key: str | None, answer_key: str | None) -> list[tuple[str | None, tuple[str, ...]]]:
-    return [(prompt_key, PROMPTS), (answer_key, ANSWERS)]
+    return dataset.select_columns([name for name in names if name in prompts | answers | {*LEVELS}])
 
 
 def _download(where: HubId) -> dict[str, Any]:
@@ -103,29 +91,29 @@ def _download(where: HubId) -> dict[str, Any]:
         offline = True
     try:
         with _offline() if offline else contextlib.nullcontext():
-            found = datasets.load_dataset(where.repo, where.subset, split=where.split)
+            loaded = datasets.load_dataset(where.repo, where.subset, split=where.split)
     except Exception as error:
         if offline:
             text = "download the file and set RPG_DATA to its folder, or give its path"
             raise ValueError(f"no network, and {where} is not in the cache: {text}") from error
         raise ValueError(_explain(where, error, page)) from error
-    return {where.split: found} if where.split is not None else dict(found)
+    return {where.split: loaded} if where.split is not None else dict(loaded)
 
 
 def _explain(where: HubId, error: Exception, page: str) -> str:
-    text = " ".join(str(error).split())
+    text = flat_text(error)
     names = re.search(r"\[(.*?)\]", text)
-    known = names.group(1).replace("'", "").replace('"', "") if names else ""
-    first = known.split(", ")[0]
+    choices = names.group(1).replace("'", "").replace('"', "") if names else ""
+    first = choices.split(", ")[0]
     if "gated" in text:
         return _refused(where, 403, text, page)
     if "Config name is missing" in text:
-        return f"{where.repo} has several subsets: write {where.repo}@{first} (it has {known})"
+        return f"{where.repo} has several subsets: write {where.repo}@{first} (it has {choices})"
     if "BuilderConfig" in text:
-        return f"{where.repo} has no subset {where.subset!r}: write {where.repo}@{first} (it has {known})"
+        return f"{where.repo} has no subset {where.subset!r}: write {where.repo}@{first} (it has {choices})"
     if "Unknown split" in text:
         whole = HubId(where.repo, where.subset, first)
-        return f"{where.repo} has no split {where.split!r}: write {whole} (it has {known})"
+        return f"{where.repo} has no split {where.split!r}: write {whole} (it has {choices})"
     return f"cannot load {where} from the hub: {describe(error)}"
 
 

@@ -11,10 +11,8 @@ from fractions import Fraction
 from itertools import chain, count
 from typing import Any
 
-from ...verify.judge import preload as preload  # called by workers, before the clock of an answer runs
-from ..task import ENDLESS, Lazy, Problem, Task
+from ..task import ENDLESS, Lazy, Problem, TaggedAnswer, Task, tag_of
 from .datasets import dataset_name
-from .tagged import Tagged, tag_of
 
 SIGN = re.compile(r"\s\+\s")
 WEIGHTED = re.compile(r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf))\s*\*\s*(.+)", re.IGNORECASE)
@@ -25,8 +23,8 @@ def parse(text: str) -> list[tuple[float, str]]:
     """[(weight, name)]; weights are as they are given, 1 where none is."""
     parts = []
     for part in SIGN.split(text):
-        found = WEIGHTED.fullmatch(part.strip())
-        weight, name = (float(found[1]), found[2].strip()) if found else (1.0, part.strip())
+        match = WEIGHTED.fullmatch(part.strip())
+        weight, name = (float(match[1]), match[2].strip()) if match else (1.0, part.strip())
         if not name:
             raise ValueError(f"task.name {text!r}: a + stands beside nothing; write 0.7*gsm8k + 0.3*math")
         if not 0 < weight < math.inf:
@@ -61,12 +59,12 @@ def mix(tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, given: S
         names.append(unused(names, task.name, written))
         for name, problems in task.tests.items():
             label = unused(tests, name, written)
-            tests[label] = problems if one else Marked(problems, part, label)
+            tests[label] = problems if one else TaggedProblems(problems, part, label)
     return Task(
         "+".join(names),
         Mixture([task.train for task in tasks], names, weights, seed, tagged=not one),
         tests,
-        rewards[0] if one else ByPart(rewards),
+        rewards[0] if one else RewardByPart(rewards),
         trusted=all(task.trusted for task in tasks),
         notes=tuple(note for task in tasks for note in task.notes),
     )
@@ -98,7 +96,7 @@ class Mixture(Lazy):
         turn, place = divmod(index, len(self._pattern))
         part = self._pattern[place]
         problem = self.parts[part][self._place(part, turn * self._counts[part] + self._ranks[place])]
-        return mark(problem, part if self._tagged else None, self.names[part])
+        return with_tag(problem, part if self._tagged else None, self.names[part])
 
     def _place(self, part: int, number: int) -> int:
         """Of the part's number-th problem."""
@@ -113,7 +111,7 @@ class Mixture(Lazy):
         return self._orders[part][1][place]
 
 
-class Marked(Lazy):
+class TaggedProblems(Lazy):
     """Problems whose answers carry the part that they are from."""
 
     def __init__(self, problems: Sequence[Problem], part: int, name: str) -> None:
@@ -123,32 +121,32 @@ class Marked(Lazy):
         return len(self.problems)
 
     def problem(self, index: int) -> Problem:
-        return mark(self.problems[index], self._part, self._name)
+        return with_tag(self.problems[index], self._part, self._name)
 
 
 def finite(problems: Sequence[Problem]) -> Sequence[Problem]:
     """All that there are, of those that have an end; of endless ones none."""
     if isinstance(problems, Mixture):
         return [problem for part in problems.parts for problem in finite(part)]
-    if isinstance(problems, Marked):
+    if isinstance(problems, TaggedProblems):
         return finite(problems.problems)
     return [] if len(problems) >= ENDLESS else problems
 
 
-def mark(problem: Problem, part: int | None, name: str) -> Problem:
-    answer = problem.answer if part is None else Tagged(problem.answer, (part, problem.answer))
+def with_tag(problem: Problem, part: int | None, name: str) -> Problem:
+    answer = problem.answer if part is None else TaggedAnswer(problem.answer, (part, problem.answer))
     return replace(problem, answer=answer, source=problem.source or name)
 
 
-class ByPart:
+class RewardByPart:
     """The reward of the part that the problem is from."""
 
     def __init__(self, rewards: Sequence[Any]) -> None:
         self.rewards = tuple(rewards)
 
     def __call__(self, response: str, answer: str, prompt: str) -> Any:
-        part, own = tag_of(answer)
-        return self.rewards[part](response, own, prompt)
+        part, untagged = tag_of(answer)
+        return self.rewards[part](response, untagged, prompt)
 
 
 def pattern(weights: Sequence[float]) -> list[int]:
@@ -159,13 +157,13 @@ def pattern(weights: Sequence[float]) -> list[int]:
     """
     shares = _shares(weights)
     length = math.lcm(*(share.denominator for share in shares))
-    counts, found = [0] * len(shares), []
+    taken, turns = [0] * len(shares), []
     for n in range(1, length + 1):
-        allowed = [part for part, share in enumerate(shares) if counts[part] < share * n]
-        part = min(allowed, key=lambda part: ((counts[part] + 1) / shares[part], part))
-        counts[part] += 1
-        found.append(part)
-    return found
+        allowed = [part for part, share in enumerate(shares) if taken[part] < share * n]
+        part = min(allowed, key=lambda part: ((taken[part] + 1) / shares[part], part))
+        taken[part] += 1
+        turns.append(part)
+    return turns
 
 
 def _shares(weights: Sequence[float]) -> list[Fraction]:

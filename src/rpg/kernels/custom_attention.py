@@ -1,9 +1,7 @@
-"""A function of ours in place of a transformers model's attention, for a while; and where Triton kernels can run."""
+"""A function of ours in place of a transformers model's attention, for a while."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,20 +16,13 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float | None, int | None], Tenso
 _attend: ContextVar[Attend] = ContextVar("attend")
 
 
-def has_triton(x: Tensor) -> bool:
-    """Kernels run on x: it is on a GPU and Triton is there, or Triton interprets (TRITON_INTERPRET=1)."""
-    if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return False
-    return importlib.util.find_spec("triton") is not None
-
-
 def configs_of(model: Any) -> list[Any]:
     """Where the layers of a model look up how to attend."""
     return list({id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values())
 
 
 @contextmanager
-def attention_by(configs: list[Any], attend: Attend) -> Iterator[None]:
+def custom_attention(configs: list[Any], attend: Attend) -> Iterator[None]:
     """Within, layers with these configs attend by this function."""
     from transformers import AttentionInterface
 

@@ -1,0 +1,231 @@
+"""``rpg.train``, ``rpg.evaluate`` and ``rpg.Run``: training from Python. The commands call the same functions.
+
+run = rpg.train(steps=20, rollout={"prompts": 16}, output="runs/notebook")
+run.metrics[-1]["reward/mean"], run.summary["eval"]
+run.evaluate(k=8), run.model, run.report()
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .run.config import Config
+from .run.settings import build, change
+
+if TYPE_CHECKING:
+    from .distributed.ranks import World
+    from .models.policy import Policy
+    from .report.runs import RunData
+    from .training.evaluate import Evaluation
+
+FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts" style="width:100%;height:48rem;border:0"></iframe>'
+
+
+def train(config: Config | str | os.PathLike[str] | None = None, *, resume: bool = False, **settings: Any) -> Run:
+    """Train to the end, or until stopped, and give the run.
+
+    ``config`` is a YAML file or a Config; None has the defaults: the built-in model on the built-in task. ``settings``
+    are the keys of the YAML, which go before it: ``steps=20, rollout={"prompts": 4}`` or ``**{"rollout.prompts": 4}``.
+    With ``resume`` the run in ``output`` goes on from its newest checkpoint, with the settings it has.
+
+    What cannot work is a ValueError of one line. Under torchrun every process calls this; the first one writes.
+    """
+    config = configure(config, settings=settings, resume=resume)
+    from .distributed.ranks import joined  # imports torch: a mistake in the settings is told before
+
+    with joined(config.device) as world:
+        fit(config, resume=resume, world=world)
+    return Run(config.output)
+
+
+def fit(config: Config, *, resume: bool, world: World) -> dict[str, Any]:
+    """Training, then report.html; gives the summary. A page that cannot be written is a warning: the run is whole."""
+    from .run.view import View
+    from .training import loop
+
+    summary = loop.train(config, resume=resume, world=world)
+    if config.log.report and world.first:
+        try:
+            Run(config.output).report()
+        except OSError as error:
+            View().message(f"no report.html: {' '.join(str(error).split())}", "warning")
+    return summary
+
+
+def configure(
+    config: Config | str | os.PathLike[str] | None = None,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    resume: bool = False,
+) -> Config:
+    """The settings of a run: from a file, over it ``flags`` as text or ``settings`` as Python values.
+
+    A run that is resumed brings its own file, unless another is named.
+    """
+    if isinstance(config, Config):
+        return change(config, settings or {})
+    file = None if config is None else Path(config)
+    if resume and file is None:
+        folder = Path({**(flags or {}), **(settings or {})}.get("output", Config.output))
+        file = folder / "config.yaml"
+        if not file.exists():
+            raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
+    return change(build(Config, file=file, flags=flags), settings or {})
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(model: str | os.PathLike[str] | Run, task: str | None = None, **options: Any) -> list[Evaluation]:
+    """mean@k and pass@k on held-out problems, with 95 % intervals; one Evaluation for each set of problems.
+
+    ``model`` is ``builtin``, a Hugging Face folder, a hub id, or a run. ``options`` are those of evaluation_config, k,
+    problems, temperature, checkpoint and so on, and any setting of rpg.train.
+    """
+    from .training.evaluate import evaluate_model
+
+    return evaluate_model(evaluation_config(model, task, **options))
+
+
+def evaluation_config(
+    model: str | os.PathLike[str] | Run,
+    task: str | None = None,
+    *,
+    k: int = 32,
+    problems: int = 256,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_new_tokens: int | None = None,
+    reward: str | None = None,
+    checkpoint: str | int = "best",
+    flags: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = warnings.warn,
+    **settings: Any,
+) -> Config:
+    """The settings of an evaluation; what is None is the run's own, or else the default."""
+    name = str(model.folder) if isinstance(model, Run) else os.fspath(model)
+    run = Path(name)
+    if not run.exists() and "/" in name and any(run.parent.glob("*/config.yaml")):
+        raise ValueError(f"there is no run {run} (and {run.parent} holds others)")
+    is_run = (run / "config.yaml").is_file()
+    config = configure(run / "config.yaml" if is_run else None, flags=flags, settings=settings)
+    if is_run:
+        name = str(checkpoint_folder(run, checkpoint, warn) / "model")
+    elif any((run / "model" / file).is_file() for file in ("config.json", "adapter_config.json")):
+        name = str(run / "model")
+    if task is not None:
+        config = replace(config, task=replace(config.task, name=task, test=task, reward=None, rewards={}))
+    asked = {"task.reward": reward, "eval.temperature": temperature, "eval.top_p": top_p}
+    asked |= {"rollout.max_new_tokens": max_new_tokens, "eval.k": k, "eval.problems": problems, "model": name}
+    return change(config, {path: value for path, value in asked.items() if value is not None})
+
+
+def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str], None] = warnings.warn) -> Path:
+    """A run's checkpoint: best, last, or that of a step. One that is damaged is refused."""
+    from .run import checkpoint
+    from .training.summary import best_of
+
+    saved = checkpoint.folders(run / "checkpoints")
+    if not saved:
+        raise ValueError(f"{run} has no checkpoint yet")
+    if which in ("best", "last"):
+        newest = checkpoint.load(run / "checkpoints", warn)
+        if newest is None:
+            raise ValueError(f"{run} has no checkpoint that is whole")
+        if which == "last":
+            return newest.folder
+        evals = [e for e in newest.state["evals"] if e["step"] in saved]
+        step = best_of(evals)["step"] if evals else newest.step
+    elif str(which).isdigit() and int(which) in saved:
+        step = int(which)
+    else:
+        raise ValueError(f"{run} has no checkpoint {which!r}; it has best, last, {', '.join(map(str, sorted(saved)))}")
+    if problem := checkpoint.verify(saved[step]):
+        raise ValueError(f"{saved[step]}: {problem}")
+    return saved[step]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run's folder, finished or still running. What its files say is read when it is asked for."""
+
+    def __init__(self, folder: str | os.PathLike[str] = Config.output):
+        self.folder = Path(folder)
+        self._data()  # what is no run is refused
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    def _data(self) -> RunData:
+        from .report import read_run
+
+        return read_run(self.folder)
+
+    @property
+    def config(self) -> Config:
+        return build(Config, file=self.folder / "config.yaml")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, one a step; pandas.DataFrame(run.metrics) is a table of them."""
+        return self._data().rows
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self._data().summary
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Responses that were logged, with their prompts, rewards and advantages."""
+        return self._data().samples
+
+    def checkpoint(self, which: str | int = "best") -> Path:
+        """Folder of a checkpoint: best, last, or that of a step. Its ``model`` is a Hugging Face model."""
+        return checkpoint_folder(self.folder, which)
+
+    @cached_property
+    def _policy(self) -> Policy:
+        from .models.policy import Policy
+        from .training.setup import pick_device, pick_dtype
+
+        config, folder = self.config, str(self.checkpoint() / "model")
+        device = pick_device(config.device)
+        dtype = pick_dtype(config.dtype, device)
+        return Policy.load(folder, device=device, dtype=dtype, options=config.model_options)
+
+    @property
+    def model(self) -> Any:
+        """The trained model, a transformers one: that of the best checkpoint, on the run's device."""
+        return self._policy.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._policy.tokenizer
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write the page, to report.html in the folder unless told otherwise, and give its path."""
+        from .report import write
+
+        page = self.folder / "report.html" if path is None else Path(path)
+        write([self._data()], page)
+        return page
+
+    def _repr_html_(self) -> str:
+        """A notebook shows the page."""
+        from .report import page
+
+        return FRAME.format(escape(page([self._data()])))
+
+    def evaluate(self, task: str | None = None, **options: Any) -> list[Evaluation]:
+        """See ``rpg.evaluate``."""
+        return evaluate(self, task, **options)

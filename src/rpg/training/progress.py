@@ -1,0 +1,53 @@
+"""How far a run has got: the numbers that training changes, and that its checkpoints keep in ``state.json``."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class SamplingPosition:
+    """Where the sampling of a run has got to."""
+
+    problem: int = 0  # the next problem of the stream
+    keep_rate: float = 1.0  # share of groups that were informative lately
+    failures: dict[str, int] = field(default_factory=dict)  # of reward calls in the whole run, evaluations included
+
+    def count_failures(self, failures: Mapping[str, int]) -> None:
+        for name, number in failures.items():
+            self.failures[name] = self.failures.get(name, 0) + number
+
+
+@dataclass
+class Progress:
+    """Each field is an entry of a checkpoint's ``state.json``, under the same name."""
+
+    step: int = 0  # steps that are done
+    tokens_total: int = 0
+    starved: int = 0  # steps in a row without a group to learn from
+    bad_steps: int = 0  # optimiser steps in a row that were skipped, as they were not finite
+    cursor: SamplingPosition = field(default_factory=SamplingPosition)
+    mismatch: float | None = None  # KL between engine and trainer, as measured last: see OldLogp
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    """{"step", "mean" over all sets, "sets": {name: {"mean", "low", "high"}}}"""
+    spent: float = 0.0  # seconds of steps, without evaluations and checkpoints
+    started: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    seconds: float = 0.0  # of the run, before this process went on with it
+
+    def __post_init__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def total_seconds(self) -> float:
+        return self.seconds + time.perf_counter() - self._begin
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self) | {"seconds": self.total_seconds()}
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Progress:
+        values = {f.name: state[f.name] for f in fields(cls)}
+        return cls(**values | {"cursor": SamplingPosition(**state["cursor"])})
