@@ -374,3 +374,11 @@ def test_each_rule_is_seen_broken(files, wrong, tmp_path):
 def test_a_room_of_the_list_that_is_gone_is_seen(tmp_path):
     src = package(tmp_path, {name: text for name, text in SOUND.items() if name != "cli.py"})
     assert complaints(src) == {"strangers": ["cli is in the order and not in the source"]}
+
+
+def test_the_architecture_page_lists_every_file():
+    sys.path.insert(0, str(SRC.parents[1] / "scripts"))
+    import make_architecture
+
+    text = make_architecture.PAGE.read_text(encoding="utf-8")
+    assert text == make_architecture.page(ROOMS), "run: python scripts/make_architecture.py"

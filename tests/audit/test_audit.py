@@ -8,7 +8,7 @@ import torch
 
 from rpg import PolicyLoss, algorithm, audit, clip
 from rpg.audit.measure import calibrate, measure, observe
-from rpg.audit.problem import SCENARIOS, Problem
+from rpg.audit.problem import SCENARIOS, EnumeratedProblem
 
 EXACT = 1e-10
 ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
@@ -31,7 +31,7 @@ def own(result):
 
 
 def found(loss, scenario=THREE_POLICIES, variable=False, objective=None, divergence=None, seed=0):
-    return measure(audit.resolve(loss, divergence), Problem(scenario, variable, seed), objective)
+    return measure(audit.resolve(loss, divergence), EnumeratedProblem(scenario, variable, seed), objective)
 
 
 # ---- what can be audited ---------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_a_loss_that_ignores_logp_is_refused():
 
 def test_an_unknown_scenario_is_refused():
     with pytest.raises(ValueError, match="three policies"):
-        _ = Problem("nowhere", False, 0).batch
+        _ = EnumeratedProblem("nowhere", False, 0).batch
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -151,10 +151,10 @@ def test_beta_reaches_the_loss_and_the_objective():
 def test_the_scale_takes_out_one_over_the_length_where_lengths_are_fixed():
     per_response = audit.resolve(PolicyLoss("none", 0, reduction="seq-mean-token-mean"))
     for scenario in SCENARIOS:
-        problem = Problem(scenario, variable=False, seed=0)
+        problem = EnumeratedProblem(scenario, variable=False, seed=0)
         assert calibrate(observe(per_response, problem), problem, "token") == pytest.approx(problem.length, rel=1e-9)
         assert measure(per_response, problem).bias < EXACT
-        assert measure(per_response, Problem(scenario, variable=True, seed=0)).bias > 0.05
+        assert measure(per_response, EnumeratedProblem(scenario, variable=True, seed=0)).bias > 0.05
 
 
 @pytest.mark.parametrize("factor", [1e-3, 7.0])
@@ -261,7 +261,7 @@ def test_what_does_not_cut_has_no_cut(rule):
 
 
 def test_the_tokens_cut_are_those_beyond_the_box():
-    problem = Problem(THREE_POLICIES, True, 3)
+    problem = EnumeratedProblem(THREE_POLICIES, True, 3)
     b, rule = problem.batch, clip.Box(0.2, 0.2)
     subject = audit.resolve(PolicyLoss("none", 0, clip=rule))
     w_NT, a_N1 = (b.logp_NT - b.old_logp_NT).exp(), b.advantages_N.unsqueeze(-1)
@@ -272,7 +272,7 @@ def test_the_tokens_cut_are_those_beyond_the_box():
 
 
 def test_variance_is_that_of_sampling_one_response():
-    problem = Problem(THREE_POLICIES, False, 1)
+    problem = EnumeratedProblem(THREE_POLICIES, False, 1)
     subject = audit.resolve("rpg-reinforce-urkl")
     c_NT = subject.coefficients(problem.batch, problem.beta) * calibrate(observe(subject, problem), problem, "token")
     g_NP = torch.einsum("nt,ntp->np", c_NT, problem.score_NTP)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rpg.bench.step import SideResult, StepTimes, StepWork, compare
-from rpg.bench.timing import Failed
+from rpg.bench.timing import SideFailed
 from rpg.bench.whole import StepReport, headline, quartiles, show
 from rpg.cli import Mistake, Parser
 
@@ -119,7 +119,7 @@ def test_a_side_that_fails_says_why(monkeypatch):
 
     monkeypatch.setattr("rpg.bench.step.process", here)
     work = replace(StepWork(), max_new_tokens=9999, repeats=1, threads=torch.get_num_threads())
-    with pytest.raises(Failed, match=r"^rpg: a prompt of [^\n]* do not fit into the 256 of the model$"):
+    with pytest.raises(SideFailed, match=r"^rpg: a prompt of [^\n]* do not fit into the 256 of the model$"):
         compare(work, ("rpg",))
 
 

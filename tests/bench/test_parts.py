@@ -15,8 +15,8 @@ from rpg.bench.rollout import rollout_section
 from rpg.bench.scaling import grid, scaling_section
 from rpg.bench.step import SIDES, WARMUP, SideResult
 from rpg.bench.synthetic import last_digit_odd, sizes_for
-from rpg.bench.table import Measurement, Section
-from rpg.bench.timing import Failed, apart
+from rpg.bench.table import BenchRow, Section
+from rpg.bench.timing import SideFailed, apart
 from rpg.bench.train import train_section
 from rpg.bench.whole import step_section
 from rpg.cli import main
@@ -58,9 +58,9 @@ def test_rollout(monkeypatch):
 
 def test_rollout_targets():
     rows = [
-        Measurement("own", {"tokens/s": 100.0, "× floor": 6.0}),
-        Measurement("generate", {"tokens/s": 5.0}),
-        Measurement("small"),
+        BenchRow("own", {"tokens/s": 100.0, "× floor": 6.0}),
+        BenchRow("generate", {"tokens/s": 5.0}),
+        BenchRow("small"),
     ]
     section = Section("rollout", "", rollout.COLUMNS, rows=rows)
     rollout.set_targets(section, "own", "generate", "small")
@@ -74,12 +74,12 @@ def test_logp_targets():
         "torch, float32 logits": {"ms": 9.0},
         "Liger GRPO loss": {"ms": 61.0, "peak GiB": 1.9},
     }
-    section = Section("logp", "", logp.COLUMNS, rows=[Measurement(name, found) for name, found in values.items()])
+    section = Section("logp", "", logp.COLUMNS, rows=[BenchRow(name, found) for name, found in values.items()])
     logp.set_targets(section)
     assert [[t.mark for t in row.targets] for row in section.rows] == [["✗", "✓", "✗"], [], []]
     values["rpg linear_logp"] = {"ms": 9.0, "peak GiB": 1.9}
     values["Liger GRPO loss"]["ms"] = 53.0
-    section.rows[:] = [Measurement(name, found) for name, found in values.items()]
+    section.rows[:] = [BenchRow(name, found) for name, found in values.items()]
     logp.set_targets(section)
     assert [t.mark for t in section.rows[0].targets] == ["✓", "✗", "✓"]
 
@@ -144,7 +144,7 @@ def test_trl_tries_less_where_memory_is_short(monkeypatch):
     def compare(work, sides, watch):
         tried.append((work.micro, work.checkpointing))
         if work.micro > 4:
-            raise Failed("trl: OutOfMemoryError: CUDA out of memory")
+            raise SideFailed("trl: OutOfMemoryError: CUDA out of memory")
         return {"trl": "done"}
 
     monkeypatch.setattr(whole, "compare", compare)
@@ -152,7 +152,7 @@ def test_trl_tries_less_where_memory_is_short(monkeypatch):
     assert tried == [(8, False), (8, True), (4, True)]
     assert whole._trl(whole.StepWork(micro=4, checkpointing=True), quiet) == "done"
     assert tried[3:] == [(4, False)]  # as fast as it can
-    with pytest.raises(Failed):
+    with pytest.raises(SideFailed):
         whole._trl(whole.StepWork(micro=64, checkpointing=True), quiet)
 
 
@@ -162,10 +162,10 @@ def test_the_reward_tells_responses_apart():
 
 def test_apart():
     assert apart(math.sqrt, 4.0, limit=60) == 2.0
-    with pytest.raises(Failed, match=r"^ValueError: "):
+    with pytest.raises(SideFailed, match=r"^ValueError: "):
         apart(math.sqrt, -1.0, limit=60)
     begin = time.perf_counter()
-    with pytest.raises(Failed, match="no answer within 1 s"):
+    with pytest.raises(SideFailed, match="no answer within 1 s"):
         apart(time.sleep, 60, limit=1)
     assert time.perf_counter() - begin < 30
 
@@ -178,7 +178,7 @@ def test_a_section_that_fails_does_not_end_the_others(monkeypatch):
         raise RuntimeError("no such kernel")
 
     def works(*_):
-        return Section("train", "Training", suite.CEILING_COLUMNS, rows=[Measurement("a", {"GB/s": 1.0})])
+        return Section("train", "Training", suite.CEILING_COLUMNS, rows=[BenchRow("a", {"GB/s": 1.0})])
 
     monkeypatch.setattr(suite, "SECTIONS", {"logp": broken, "train": works})
     saved = []

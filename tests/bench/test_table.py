@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import pytest
 
-from rpg.bench.table import BenchReport, Measurement, Quantity, Section, Target, cells, markdown, number, ratio, show
-from rpg.bench.timing import Failed, error_line
+from rpg.bench.table import BenchReport, BenchRow, Quantity, Section, Target, cells, markdown, number, ratio, show
+from rpg.bench.timing import SideFailed, error_line
 
 MACHINE = {"device": "a|b", "cores": 2, "date": "2026", "versions": {"rpg": "1", "trl": None}}
 FAST = Target("≥ 20× generate", 23.4, least=20.0)
@@ -19,9 +19,9 @@ COLUMNS = (Quantity("tokens/s", "how many", ",.0f"), Quantity("ms", "how long", 
 
 def report():
     rows = [
-        Measurement("rpg", {"tokens/s": 54321.0, "ms": 1.234}, (FAST, SLOW)),
-        Measurement("a peer", {"tokens/s": 12.0}),
-        Measurement("another", error="RuntimeError: no | kernel"),
+        BenchRow("rpg", {"tokens/s": 54321.0, "ms": 1.234}, (FAST, SLOW)),
+        BenchRow("a peer", {"tokens/s": 12.0}),
+        BenchRow("another", error="RuntimeError: no | kernel"),
     ]
     return BenchReport(MACHINE, {"model": "tiny"}, [Section("rollout", "Rollout", COLUMNS, "About it.", rows, 3.0)])
 
@@ -68,7 +68,7 @@ def test_the_table_and_the_page_say_the_same(capsys):
 
 
 def test_a_bar_in_a_name_does_not_break_the_page():
-    section = Section("s", "S", COLUMNS, rows=[Measurement("a|b", {"ms": 1.0})])
+    section = Section("s", "S", COLUMNS, rows=[BenchRow("a|b", {"ms": 1.0})])
     assert "| a\\|b | 1.00 |" in markdown(BenchReport(MACHINE, {}, [section]), "rpg bench")
 
 
@@ -94,4 +94,4 @@ def test_small_parts():
     assert (number(54321.0, ".3g"), number(0.0123, ".3g"), number(1234.5, ".2f")) == ("54,321", "0.0123", "1234.50")
     assert error_line(ValueError("\n one \ntwo")) == "ValueError: one"
     assert error_line(ValueError()) == "ValueError"
-    assert error_line(Failed("one")) == "one"
+    assert error_line(SideFailed("one")) == "one"

@@ -14,8 +14,8 @@ pytest.importorskip("trl")
 from transformers import TrainerCallback
 
 from integrations.trl_small import history, lora, prompts, trainer, weights
-from rpg.integrations.trl.reference import Reference
-from rpg.integrations.trl.scores import Scores
+from rpg.integrations.trl.reference import TRLReference
+from rpg.integrations.trl.scores import GenerationScores
 from rpg.integrations.trl.trainer import StepMeans
 from rpg.loss.advantages import Advantage
 from rpg.run.config import ReferenceConfig
@@ -95,7 +95,7 @@ def test_every_response_was_cut(tmp_path, caplog, name, options):
 
 def test_responses_without_tokens_are_not_whitened():
     mask_NT = torch.tensor([[True, True], [False, False], [True, False], [False, False]])
-    scores = Scores(torch.tensor([1.0, 5.0, 0.0, 5.0]), torch.zeros(4), torch.arange(4) // 2)
+    scores = GenerationScores(torch.tensor([1.0, 5.0, 0.0, 5.0]), torch.zeros(4), torch.arange(4) // 2)
     rule = Advantage("reward-to-go", whiten=True)
     advantage_NT, keep_N = scores.advantages(rule, dynamic=False, mask=mask_NT)
     assert keep_N.tolist() == [True, False, True, False]
@@ -112,7 +112,7 @@ def test_sums_of_rewards_are_equal_but_for_rounding():
     reward_N = torch.tensor([0.1, 0.7]) + torch.tensor([0.7, 0.1]) + torch.tensor([0.2, 0.2])
     reward_N = torch.stack([reward_N[0], torch.nextafter(reward_N[1], torch.tensor(2.0))])
     assert reward_N[0] != reward_N[1]
-    scores = Scores(reward_N, torch.zeros(2), torch.zeros(2, dtype=torch.long))
+    scores = GenerationScores(reward_N, torch.zeros(2), torch.zeros(2, dtype=torch.long))
     assert not scores.advantages(Advantage("group-mean"), dynamic=True)[1].any()
 
 
@@ -195,7 +195,9 @@ def test_the_model_card_names_the_method(tmp_path, name, arxiv):
 def test_a_moving_average_in_half_precision_moves(tmp_path):
     """Steps of 2e-5 of a weight: lost in bfloat16, kept in float32, also over a checkpoint."""
     model = tiny.make("llama", dtype=torch.bfloat16)
-    references = [Reference(model, "ema", ReferenceConfig(update="ema", decay=0.98), adapted=False) for _ in range(2)]
+    references = [
+        TRLReference(model, "ema", ReferenceConfig(update="ema", decay=0.98), adapted=False) for _ in range(2)
+    ]
     with torch.no_grad():
         for reference in references:
             reference.copy.lm_head.weight.fill_(1.0)
@@ -206,7 +208,7 @@ def test_a_moving_average_in_half_precision_moves(tmp_path):
         references[1].after_step(step, None, True)
         if step == 100:
             references[0].save(tmp_path)
-            references[1] = Reference(model, "ema", ReferenceConfig(update="ema", decay=0.98), adapted=False)
+            references[1] = TRLReference(model, "ema", ReferenceConfig(update="ema", decay=0.98), adapted=False)
             references[1].load(tmp_path)
     for reference in references:
         average = reference.averages["lm_head.weight"]

@@ -19,7 +19,7 @@ import rpg
 from integrations.trl_fixed import config
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.integrations.trl.config import DECIDED
-from rpg.integrations.trl.scores import Scores, total_reward
+from rpg.integrations.trl.scores import GenerationScores, total_reward
 from rpg.integrations.trl.trainer import _sharding
 from rpg.loss.advantages import Advantage
 
@@ -185,18 +185,18 @@ def test_rewards_of_several_functions():
 def test_what_is_left_out_is_in_no_baseline():
     nan = torch.nan
     reward_N = torch.tensor([1.0, 0.0, nan, 2.0, 2.0, 2.0, 3.0, nan, nan])
-    scores = Scores(reward_N, torch.zeros(9), torch.arange(9) // 3)
+    scores = GenerationScores(reward_N, torch.zeros(9), torch.arange(9) // 3)
     advantage_N, keep_N = scores.advantages(Advantage("leave-one-out"), dynamic=True)
     assert keep_N.tolist() == [True, True, *[False] * 7]
     assert advantage_N.tolist() == [1.0, -1.0, *[0.0] * 7]
     advantage_N, keep_N = scores.advantages(Advantage("group-mean"), dynamic=False)
     assert keep_N.tolist() == [True, True, False, True, True, True, True, False, False]
     penalty_N = torch.tensor([0.0, 0, 0, -1.0, 0, 0, 0, 0, 0])
-    scores = Scores(reward_N, penalty_N, torch.arange(9) // 3)
+    scores = GenerationScores(reward_N, penalty_N, torch.arange(9) // 3)
     assert not scores.advantages(Advantage("group-mean"), dynamic=True)[1][3]  # a penalty alone is no signal
     advantage_N, _ = scores.advantages(Advantage("group-mean"), dynamic=False)
     assert advantage_N[3:6].tolist() == pytest.approx([-2 / 3, 1 / 3, 1 / 3])
-    nothing, keep_N = Scores(torch.ones(4), torch.zeros(4), torch.arange(4) // 2).advantages(
+    nothing, keep_N = GenerationScores(torch.ones(4), torch.zeros(4), torch.arange(4) // 2).advantages(
         Advantage("batch-whitening"), dynamic=True
     )
     assert not keep_N.any()

@@ -14,7 +14,7 @@ import torch
 
 from rpg import PolicyLoss, vocabulary_kl
 from rpg.audit.measure import expected_gradient
-from rpg.audit.problem import SCENARIOS, Problem
+from rpg.audit.problem import SCENARIOS, EnumeratedProblem
 from rpg.loss.mismatch import Mismatch
 from rpg.loss.objective import DIVERGENCES, Ratios, k3
 
@@ -41,7 +41,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 @functools.cache
 def problem(scenario, shape, seed):
-    return Problem(scenario, seed=seed, beta=BETA, **SHAPES[shape])
+    return EnumeratedProblem(scenario, seed=seed, beta=BETA, **SHAPES[shape])
 
 
 def problems(scenario=SINGLE["scenario"], shape=SINGLE["shape"]):
@@ -308,7 +308,7 @@ def test_the_vocabulary_kl_is_exact_and_quieter_than_a_sampled_one(divergence, e
 
 @functools.cache
 def small(seed, offset=0.0, variable=True):
-    p = Problem("three policies", variable, seed, beta=BETA, vocabulary=2, length=3)
+    p = EnumeratedProblem("three policies", variable, seed, beta=BETA, vocabulary=2, length=3)
     return p, replace(p.batch, advantages_N=p.batch.advantages_N + offset)
 
 

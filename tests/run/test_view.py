@@ -22,7 +22,7 @@ from rich.console import Console
 
 from rpg.console import clock, number
 from rpg.run.panel import Panel, sparkline
-from rpg.run.progress import StepTimer
+from rpg.run.rows import StepTimer
 from rpg.run.view import LiveView, PlainView, make_view
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

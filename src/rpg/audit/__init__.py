@@ -14,7 +14,7 @@ from typing import Any
 from ..loss.methods import Algorithm
 from ..loss.policy_loss import PolicyLoss
 from .measure import Measurement, Subject, measure, observe
-from .problem import SCENARIOS, EnumeratedBatch, Problem
+from .problem import SCENARIOS, EnumeratedBatch, EnumeratedProblem
 from .subjects import resolve
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "Audit",
     "AuditRow",
     "EnumeratedBatch",
+    "EnumeratedProblem",
     "Measurement",
-    "Problem",
     "Subject",
     "check",
     "measure",
@@ -98,7 +98,9 @@ def run(
     """Every subject in every scenario, at fixed and variable lengths, against its own and the other objective."""
     rows = []
     problems = {
-        (scenario, variable): [Problem(scenario, variable, seed, beta=beta, drift=drift) for seed in range(seeds)]
+        (scenario, variable): [
+            EnumeratedProblem(scenario, variable, seed, beta=beta, drift=drift) for seed in range(seeds)
+        ]
         for scenario in SCENARIOS
         for variable in (False, True)
     }

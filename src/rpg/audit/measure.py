@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .problem import EnumeratedBatch, Problem
+from .problem import EnumeratedBatch, EnumeratedProblem
 
 Coefficients = Callable[[EnumeratedBatch, float], Tensor]
 
@@ -52,7 +52,7 @@ class Observation:
     cut: Tensor | None  # bool
 
 
-def observe(subject: Subject, problem: Problem) -> Observation:
+def observe(subject: Subject, problem: EnumeratedProblem) -> Observation:
     b, beta = problem.batch, problem.beta
     plain = subject.coefficients(b, beta)
     unrewarded = clipped = cut = None
@@ -67,18 +67,18 @@ def observe(subject: Subject, problem: Problem) -> Observation:
     return Observation(plain, subject.coefficients(problem.at_rest.batch, beta), unrewarded, clipped, cut)
 
 
-def expected_gradient(problem: Problem, c_NT: Tensor) -> Tensor:
+def expected_gradient(problem: EnumeratedProblem, c_NT: Tensor) -> Tensor:
     return torch.einsum("n,nt,ntp->p", problem.probability_N, c_NT, problem.score_NTP)
 
 
-def total_variance(problem: Problem, c_NT: Tensor) -> float:
+def total_variance(problem: EnumeratedProblem, c_NT: Tensor) -> float:
     """E|g − E[g]|² of one response's gradient."""
     gradient_NP = torch.einsum("nt,ntp->np", c_NT, problem.score_NTP)
     centred_NP = gradient_NP - expected_gradient(problem, c_NT)
     return float(problem.probability_N @ centred_NP.square().sum(-1))
 
 
-def calibrate(seen: Observation, problem: Problem, objective: str) -> float:
+def calibrate(seen: Observation, problem: EnumeratedProblem, objective: str) -> float:
     """The scale of the loss's denominator, fitted where every method must agree: π = μ = ref, ∇J = ∇E[R]."""
     got = expected_gradient(problem.at_rest, seen.at_rest)
     meant = -problem.at_rest.objective_gradient(objective, "none")
@@ -87,7 +87,7 @@ def calibrate(seen: Observation, problem: Problem, objective: str) -> float:
 
 
 def measure(
-    subject: Subject, problem: Problem, objective: str | None = None, seen: Observation | None = None
+    subject: Subject, problem: EnumeratedProblem, objective: str | None = None, seen: Observation | None = None
 ) -> Measurement:
     objective = objective or subject.objective
     seen = seen or observe(subject, problem)

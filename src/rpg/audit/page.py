@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from ..console import percent_two_digits, tag, two_digits, unbroken
-from . import SCENARIOS, Problem
+from . import SCENARIOS, EnumeratedProblem
 from .summary import (
     LENGTHS,
     ON_POLICY,
@@ -275,7 +275,7 @@ def variance_section(report: AuditReport) -> str:
 
 
 def method_section(report: AuditReport) -> str:
-    default = {f.name: f.default for f in fields(Problem)}
+    default = {f.name: f.default for f in fields(EnumeratedProblem)}
     scenarios = "; ".join(f"{name} ({text})" for name, text in SCENARIOS.items())
     sentences = (
         f"A policy over {default['vocabulary']} tokens and responses of at most {default['length']} of them is small "

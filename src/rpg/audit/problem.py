@@ -34,7 +34,7 @@ class EnumeratedBatch:
 
 
 @dataclass(frozen=True)
-class Problem:
+class EnumeratedProblem:
     """Three policies over ``vocabulary`` tokens and responses of at most ``length`` of them, sharing their parameters.
 
     A policy's logits in a state are a random feature vector times θ. With ``variable`` lengths token 0 ends a response.
@@ -135,7 +135,7 @@ class Problem:
     # ---- the objectives -------------------------------------------------------------------------------------------
 
     @cached_property
-    def at_rest(self) -> Problem:
+    def at_rest(self) -> EnumeratedProblem:
         """The same current policy, with μ = ref = π: there every method must give ∇E[R]."""
         return replace(self, scenario="at rest")
 

@@ -15,7 +15,7 @@ from ..costs.operations import Ceilings, logp_flops
 from ..kernels import linear_logp
 from .synthetic import Sizes
 from .table import Quantity, Section, Target, ratio
-from .timing import Failed, Numbers, Watch, fresh, peak_gib, recorder, timed
+from .timing import Numbers, SideFailed, Watch, fresh, peak_gib, recorder, timed
 
 OVER_LIGER = 6.0  # times faster
 CHECKED = 512  # tokens whose errors are measured
@@ -176,12 +176,12 @@ def _installed(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise Failed("not installed") from error
+        raise SideFailed("not installed") from error
 
 
 def _gpu_only(sizes: Sizes) -> None:
     if sizes.device == "cpu":
-        raise Failed("it needs a GPU")
+        raise SideFailed("it needs a GPU")
 
 
 HEADS: dict[str, Callable[[HeadInputs, Sizes], Prepared]] = {

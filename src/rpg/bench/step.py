@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ..run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
-from .timing import Failed, Watch, finish, peak_gib, process
+from .timing import SideFailed, Watch, finish, peak_gib, process
 
 WARMUP = 1  # steps of each side that do not count
 MICRO_BATCH = 32  # responses in one pass of TRL on a CPU: 16, 32 and 64 take it the same time, 8 more
@@ -293,7 +293,7 @@ def _take_steps(pipe: Connection, side: str, work: StepWork) -> None:
     try:
         SIDES[side](work, pipe.recv, lambda times: pipe.send((times, peak_gib(work.device))))
     except ValueError as error:  # what was asked for is impossible
-        raise Failed(" ".join(str(error).split())) from error
+        raise SideFailed(" ".join(str(error).split())) from error
 
 
 def compare(work: StepWork, sides: tuple[str, ...], watch: Watch = lambda text: None) -> dict[str, SideResult]:
@@ -310,8 +310,8 @@ def compare(work: StepWork, sides: tuple[str, ...], watch: Watch = lambda text: 
                 pipe.send(None)
                 try:
                     times, results[side].peak_memory_gb = receive()
-                except Failed as error:
-                    raise Failed(f"{side}: {error}") from error
+                except SideFailed as error:
+                    raise SideFailed(f"{side}: {error}") from error
                 if number >= WARMUP:
                     results[side].steps.append(times)
     return results

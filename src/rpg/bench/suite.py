@@ -13,7 +13,7 @@ from .logp import logp_section
 from .rollout import rollout_section
 from .scaling import scaling_section
 from .synthetic import Sizes
-from .table import BenchReport, Measurement, Quantity, Section
+from .table import BenchReport, BenchRow, Quantity, Section
 from .timing import Watch, error_line, fresh, machine, measure_ceilings
 from .train import train_section
 from .whole import step_section
@@ -38,7 +38,7 @@ def run_suite(parts: tuple[str, ...], sizes: Sizes, watch: Watch, save: Callable
     begin = perf_counter()
     ceilings = measure_ceilings(sizes)
     about = f"A product of {sizes.matmul}³ in {sizes.dtype} and a copy of {sizes.copy / 2**30:.3g} GiB; medians."
-    row = Measurement("measured", {"TFLOP/s": ceilings.flops / 1e12, "GB/s": ceilings.bytes / 1e9})
+    row = BenchRow("measured", {"TFLOP/s": ceilings.flops / 1e12, "GB/s": ceilings.bytes / 1e9})
     report.sections.append(
         Section("ceilings", "Ceilings of the machine", CEILING_COLUMNS, about, [row], perf_counter() - begin)
     )

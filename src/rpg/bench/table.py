@@ -48,7 +48,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BenchRow:
     """A row: one side at one size. ``error`` is the line that it ended with, instead of numbers."""
 
     name: str
@@ -63,7 +63,7 @@ class Section:
     title: str
     columns: tuple[Quantity, ...]
     about: str = ""  # what was measured, and how
-    rows: list[Measurement] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     seconds: float = 0.0  # that the section took, all in all
     error: str = ""
 

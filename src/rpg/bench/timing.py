@@ -21,7 +21,7 @@ import torch
 from .. import __version__
 from ..costs.operations import Ceilings
 from .synthetic import Sizes
-from .table import Measurement, Section
+from .table import BenchRow, Section
 
 INSIDE = 5  # runs of what takes a millisecond, between two looks at the watch
 Watch = Callable[[str], None]  # shows one line of progress
@@ -73,9 +73,9 @@ def recorder(section: Section, sizes: Sizes, watch: Watch) -> Callable[[str, Cal
         watch(f"{section.name}: {name}")
         fresh(sizes.device)
         try:
-            row = Measurement(name, measure())
+            row = BenchRow(name, measure())
         except Exception as error:
-            row = Measurement(name, error=error_line(error))
+            row = BenchRow(name, error=error_line(error))
         section.rows.append(row)
         fresh(sizes.device)
 
@@ -85,7 +85,7 @@ def recorder(section: Section, sizes: Sizes, watch: Watch) -> Callable[[str, Cal
 def error_line(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     name = type(error).__name__
-    return (text if isinstance(error, Failed) else f"{name}: {text}")[:200] if text else name
+    return (text if isinstance(error, SideFailed) else f"{name}: {text}")[:200] if text else name
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def _version(name: str) -> str | None:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-class Failed(Exception):
+class SideFailed(Exception):
     """Why a side has no numbers, in a line that needs no name of an exception before it."""
 
 
@@ -152,12 +152,12 @@ def process(
         try:
             if not pipe.poll(limit):
                 child.kill()
-                raise Failed(f"no answer within {limit:.0f} s")
+                raise SideFailed(f"no answer within {limit:.0f} s")
             answer = pipe.recv()
         except EOFError as error:
             child.join(5)
-            raise Failed(f"its process ended with exit code {child.exitcode}") from error
-        if isinstance(answer, Failed):
+            raise SideFailed(f"its process ended with exit code {child.exitcode}") from error
+        if isinstance(answer, SideFailed):
             raise answer
         return answer
 
@@ -185,7 +185,7 @@ def _run(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, .
         except EOFError:  # the parent went away
             pass
         except Exception as error:
-            pipe.send(Failed(error_line(error)))
+            pipe.send(SideFailed(error_line(error)))
 
 
 def _call(pipe: Connection, function: Callable[..., Any], *arguments: Any) -> None:

@@ -18,8 +18,8 @@ from ..console import printed
 from ..costs.operations import Ceilings, Operations
 from .step import WARMUP, SideResult, StepWork, compare
 from .synthetic import Sizes, make_model, make_tokenizer, random_prompts, vocabulary
-from .table import Measurement, Quantity, Section, Target, about_machine, cells, ratio, terminal_table
-from .timing import Failed, Numbers, Watch, machine, recorder
+from .table import BenchRow, Quantity, Section, Target, about_machine, cells, ratio, terminal_table
+from .timing import Numbers, SideFailed, Watch, machine, recorder
 
 FASTER = 4.0  # than TRL
 LIMIT = 150.0  # seconds for a start or a step of a side
@@ -144,11 +144,11 @@ def _floor(operations: Operations, sizes: Sizes, ceilings: Ceilings) -> float:
 def _trl(work: StepWork, watch: Watch) -> SideResult:
     """As fast as the device's memory lets it: all activations kept, computed again, or with half as many responses."""
     if find_spec("trl") is None:
-        raise Failed("TRL is not installed: pip install 'rpg-rl[audit]'")
+        raise SideFailed("TRL is not installed: pip install 'rpg-rl[audit]'")
     for attempt in (replace(work, checkpointing=False), work):
         try:
             return compare(attempt, ("trl",), watch)["trl"]
-        except Failed as error:
+        except SideFailed as error:
             if "OutOfMemory" not in str(error):
                 raise
     return compare(replace(work, micro=max(1, (work.micro or 2) // 2)), ("trl",), watch)["trl"]
@@ -193,7 +193,7 @@ def show(report: StepReport) -> None:
         numbers = [*side["median"].values(), *(side[key] for key in ("tokens_per_s", "mean_length", "mean_reward"))]
         keys = (column.key for column in REPORT_COLUMNS)
         values = dict(zip(keys, [*numbers, side["peak_memory_gb"]], strict=True))
-        section.rows.append(Measurement(labels[name], values))
+        section.rows.append(BenchRow(labels[name], values))
     about = machine(report.work.device, report.work.threads)
     with printed() as to:
         to.print(Text(headline(report), style="bold"))

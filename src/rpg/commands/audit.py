@@ -127,7 +127,7 @@ def _subjects(args: argparse.Namespace) -> tuple[list[Subject], list[str]]:
 
 def _subject(name: str, args: argparse.Namespace) -> Subject:
     from .. import __version__
-    from ..audit import Problem, resolve
+    from ..audit import EnumeratedProblem, resolve
     from ..audit.subjects import share_without_reward
 
     if ":" not in name:
@@ -135,7 +135,7 @@ def _subject(name: str, args: argparse.Namespace) -> Subject:
             return replace(resolve(name, args.divergence, args.objective), source=f"rpg {__version__}")
     with one_line(f"{name}: "):
         subject = replace(resolve(name, args.divergence, args.objective), source="user")
-    batch = Problem("three policies", variable=True, seed=0, drift=args.drift).batch
+    batch = EnumeratedProblem("three policies", variable=True, seed=0, drift=args.drift).batch
     with one_line(f"{name} failed on a batch: "):
         cut = share_without_reward(subject, batch, args.beta)
     if subject.clipped is None and cut:

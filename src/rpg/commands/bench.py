@@ -138,14 +138,14 @@ def _work(args: argparse.Namespace, device: str) -> StepWork:
 
 def _run_step(args: argparse.Namespace, work: StepWork) -> int:
     from ..bench.step import compare
-    from ..bench.timing import Failed
+    from ..bench.timing import SideFailed
     from ..bench.whole import StepReport, show
 
     missing = not args.alone and importlib.util.find_spec("trl") is None
     sides = ("rpg",) if args.alone or missing else ("rpg", "trl")
     try:
         report = StepReport(work, compare(work, sides, _watch), [NO_TRL] if missing else [])
-    except Failed as error:
+    except SideFailed as error:
         print(f"rpg bench: {error}", file=sys.stderr)
         return 1
     finally:

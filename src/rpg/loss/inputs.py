@@ -1,4 +1,4 @@
-"""One-line errors that name the argument and the fix."""
+"""A checked batch: shapes and types, NaN under the mask. A mistake is one line that names the argument and the fix."""
 
 from __future__ import annotations
 

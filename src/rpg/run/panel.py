@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..console import clock, fixed, number, percent
-from .progress import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
+from .rows import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

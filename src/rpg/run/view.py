@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Literal, Self
 
 from ..console import clock, fixed, number, one_of
 from .panel import Panel, printable
-from .progress import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
+from .rows import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console

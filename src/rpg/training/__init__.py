@@ -1,1 +1,1 @@
-"""The loop: configuration, experience, updates, the reference policy, checkpoints, evaluation, logging."""
+"""A step of training in the order of its data, and the loop around it. Read ``Trainer.step`` in loop.py first."""

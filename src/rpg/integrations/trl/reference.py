@@ -27,7 +27,7 @@ from ...training.reference import AVERAGE, floating
 TENSORS, STATE = "rpg_reference.safetensors", "rpg_reference.json"
 
 
-class Reference:
+class TRLReference:
     """``copy`` is the model that TRL asks for the reference's log-probabilities.
 
     Where an adapter is trained there is none: it asks ``adapted_model``, the trained model with the weights in

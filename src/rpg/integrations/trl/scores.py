@@ -13,7 +13,7 @@ SAME = 1e-6  # rewards of a group no further apart are equal: a sum of several i
 
 
 @dataclass(frozen=True)
-class Scores:
+class GenerationScores:
     """N responses in groups of one size, in order."""
 
     reward_N: Tensor  # nan where no reward function had a value

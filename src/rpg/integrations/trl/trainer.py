@@ -29,8 +29,8 @@ from ...loss.advantages import soft_overlong_penalty
 from ...training.update import Means
 from . import resume
 from .config import RPGConfig
-from .reference import Reference
-from .scores import Scores, total_reward
+from .reference import TRLReference
+from .scores import GenerationScores, total_reward
 from .setup import AlgorithmLike, algorithm_of, messages, paper, refuse
 
 logger = get_logger(__name__)
@@ -112,9 +112,9 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(model, reward_funcs, args, *more, **named)
         args.beta = 0.0
         self.beta = beta  # TRL scores the reference where this is not 0
-        self.reference: Reference | None = None
+        self.reference: TRLReference | None = None
         if anchor != "old" and not sharded:
-            self.reference = Reference(self.model, anchor, args.reference, is_peft_model(self.model))
+            self.reference = TRLReference(self.model, anchor, args.reference, is_peft_model(self.model))
             copy = self.reference.copy
             self.ref_model = self.reference.adapted_model if copy is None else self._prepare_reference(copy)
         self._window: Window | None = None
@@ -174,7 +174,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             "rpg_group": scores.group_N[rows],
         }
 
-    def _scores(self) -> Scores:
+    def _scores(self) -> GenerationScores:
         """Of all processes, in the order of prompts."""
         assert self._scored is not None
         rewards_NF, lengths = self._scored
@@ -187,14 +187,14 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             limit, zone = self.max_completion_length, self.args.overlong_tokens
             penalty_N = soft_overlong_penalty(length_N, limit, zone).to(reward_N)
         group_N = torch.arange(len(reward_N), device=reward_N.device) // samples
-        return Scores(reward_N, penalty_N, group_N)
+        return GenerationScores(reward_N, penalty_N, group_N)
 
     def _of_all(self, x_BT: Tensor) -> Tensor:
         """Rows of all processes, as wide as the widest. No booleans: accelerate makes integers of those it pads."""
         gathered: Tensor = self.accelerator.gather(self.accelerator.pad_across_processes(x_BT, dim=1))
         return gathered
 
-    def _log_scores(self, scores: Scores, advantage: Tensor, keep_N: Tensor) -> None:
+    def _log_scores(self, scores: GenerationScores, advantage: Tensor, keep_N: Tensor) -> None:
         metrics = self._metrics["train" if self.model.training else "eval"]
         if self.method.overlong:
             metrics["reward/overlong"].append(float(scores.penalty_N.mean()))
