@@ -71,7 +71,7 @@ def wrong_links(page: Path, text: str) -> Iterator[str]:
             continue
         name, _, anchor = target.partition("#")
         path = page.parent / name if name else page
-        if not path.exists() or not path.method_of().is_relative_to(ROOT):
+        if not path.exists() or not path.resolve().is_relative_to(ROOT):
             yield f"link to {target}: no such file"
         elif anchor and anchor not in _anchors(path, text if path == page else None):
             yield f"link to {target}: no such heading"
