@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import rpg
+from rpg.console import estimated_duration
 from rpg.plan.plan import plan
-from rpg.plan.table import duration, verdicts
+from rpg.plan.table import verdicts
 from rpg.run.config import Config
 from rpg.run.settings import build
 from rpg.tasks import load_task
@@ -118,7 +119,7 @@ def test_the_papers_settings(path):
     if rollout.overlong:
         assert rollout.overlong_tokens == length // 4
     found = plan(config, "h200")
-    assert found.rule == ("frozen" if path.stem == "grpo" else "old")
+    assert found.method.anchor == ("frozen" if path.stem == "grpo" else "old")
 
 
 def test_published_numbers():
@@ -155,7 +156,7 @@ def test_the_tables_of_the_guide(monkeypatch):
         for method in ("rpg-reinforce-urkl", "grpo"):
             found = plan(build(Config, file=ROOT / "recipes" / "paper" / folder / f"{method}.yaml"), "h200")
             seconds = found.middle.seconds
-            runs = [duration(case.run).removesuffix(" days") for case in (found.low, found.middle, found.high)]
-            row = [f"✓ {found.memory.total / 1e9:.0f} GB", f"{found.slots}", duration(seconds.rollout)]
-            row += [duration(seconds.train + seconds.logp), f"{' – '.join(runs)} days"]
+            runs = [estimated_duration(case.run).removesuffix(" days") for case in (found.low, found.middle, found.high)]
+            row = [f"✓ {found.memory.total / 1e9:.0f} GB", f"{found.slots}", estimated_duration(seconds.rollout)]
+            row += [estimated_duration(seconds.train + seconds.logp), f"{' – '.join(runs)} days"]
             assert f"| `{folder}/{method}` | {' | '.join(row)} |" in guide
