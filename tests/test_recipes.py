@@ -156,7 +156,8 @@ def test_the_tables_of_the_guide(monkeypatch):
         for method in ("rpg-reinforce-urkl", "grpo"):
             found = plan(build(Config, file=ROOT / "recipes" / "paper" / folder / f"{method}.yaml"), "h200")
             seconds = found.middle.seconds
-            runs = [estimated_duration(case.run).removesuffix(" days") for case in (found.low, found.middle, found.high)]
+            cases = (found.low, found.middle, found.high)
+            runs = [estimated_duration(case.run).removesuffix(" days") for case in cases]
             row = [f"✓ {found.memory.total / 1e9:.0f} GB", f"{found.slots}", estimated_duration(seconds.rollout)]
             row += [estimated_duration(seconds.train + seconds.logp), f"{' – '.join(runs)} days"]
             assert f"| `{folder}/{method}` | {' | '.join(row)} |" in guide

@@ -15,9 +15,9 @@ from export_cases import ADAPTER, FOLDER, RECIPES, REFUSED, VARIANTS, configs, r
 from rpg.export import verl
 from rpg.export.optim import ScheduledAdamW
 from rpg.export.overrides import text
-from rpg.export.recipe import method_of
 from rpg.export.start import Start
 from rpg.training.optim import learning_rate
+from rpg.training.setup import method_of
 
 PAPER = "paper/qwen3-4b-2k/"
 COMPOSED = [
