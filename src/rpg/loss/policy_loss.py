@@ -123,6 +123,11 @@ class PolicyLoss:
         return self.divergence != "none" and self.beta > 0
 
     @property
+    def needs_sampler(self) -> bool:
+        """Whether its mismatch rule asks for the sampler's own log-probabilities."""
+        return self.mismatch is not None and not isinstance(self.mismatch, SequenceMask)
+
+    @property
     def kl_inside(self) -> bool:
         """Whether the KL term is inside the clip: ``kl_in_clip``, or where that is None, as published."""
         return self._can_hold_kl if self.kl_in_clip is None else self.kl_in_clip
@@ -293,7 +298,7 @@ class PolicyLoss:
         check_shape("score_sq", score_sq, samples)
         if not old_mass > 0:
             raise ValueError(f"old_mass must be positive; got {old_mass}")
-        if self.mismatch is not None and x.rollout is None and not isinstance(self.mismatch, SequenceMask):
+        if self.needs_sampler and x.rollout is None:
             raise ValueError(f"mismatch={self.mismatch} needs rollout_logp, the sampler's own log-probabilities")
         if denominator is None and not x.tokens:
             raise ValueError("mask selects no token: nothing to learn from (drop this batch before the loss)")

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..loss.mismatch import SequenceMask
 from ..loss.objective import k3
 from ..loss.policy_loss import PolicyLoss
 from ..run.config import Config, RolloutConfig
@@ -34,12 +33,11 @@ class OldLogp:
     def __init__(self, config: Config, loss: PolicyLoss, dtype: torch.dtype, progress: Progress | None = None):
         rollout, setting = config.rollout, config.rollout.old_logp
         self.progress = Progress() if progress is None else progress
-        corrects = loss.mismatch is not None and not isinstance(loss.mismatch, SequenceMask)
-        if setting == "engine" and corrects:
+        if setting == "engine" and loss.needs_sampler:
             raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to correct: auto or recompute")
         exact = dtype in (torch.float32, torch.float64) or rollout.top_p < 1 or rollout.top_k > 0
         wary = rollout.engine == "vllm" or (not exact and loss.level != "token")
-        self.always = setting == "recompute" or corrects or (setting == "auto" and wary)
+        self.always = setting == "recompute" or loss.needs_sampler or (setting == "auto" and wary)
         self.never = not self.always and (setting == "engine" or exact)
 
     @property

@@ -10,7 +10,6 @@ from ...loss.advantages import Advantage
 from ...loss.clip import Adaptive, Unweighted
 from ...loss.methods import Algorithm, Method, algorithm
 from ...loss.mismatch import BY_NAME as MISMATCH
-from ...loss.mismatch import SequenceMask
 from ...loss.policy_loss import PolicyLoss
 from .config import RPGConfig
 
@@ -76,7 +75,7 @@ def refuse(method: Method, args: RPGConfig, has_sampler_logp: bool) -> None:
             f"{what} is fitted to the whole optimiser step, which here is {micro_batches} micro-batches: it needs "
             "gradient_accumulation_steps=1 and one process"
         )
-    if loss.mismatch is not None and not isinstance(loss.mismatch, SequenceMask) and not has_sampler_logp:
+    if loss.needs_sampler and not has_sampler_logp:
         raise ValueError(
             f"mismatch={loss.mismatch} needs the sampler's own log-probabilities: use_vllm=True or a rollout_func"
         )

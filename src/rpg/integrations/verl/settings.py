@@ -13,7 +13,6 @@ import torch
 from ...console import choose, one_of
 from ...loss.methods import Algorithm, Method, algorithm, algorithms
 from ...loss.mismatch import BY_NAME as MISMATCH
-from ...loss.mismatch import SequenceMask
 from ...loss.policy_loss import PolicyLoss
 from ...run.config import ReferenceConfig
 
@@ -59,9 +58,7 @@ class Settings:
 
     @property
     def needs_sampler(self) -> bool:
-        """Whether the loss asks for the sampler's own log-probabilities."""
-        rule = self.method.loss.mismatch
-        return rule is not None and not isinstance(rule, SequenceMask)
+        return self.method.loss.needs_sampler
 
     def loss(self, loss_scale_factor: float | None) -> PolicyLoss:
         """The loss, Dr.GRPO's constant being verl's ``loss_scale_factor`` unless it is an option of the preset."""
