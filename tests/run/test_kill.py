@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rpg.run.signals import interruptible
 from running import TINY, Job, Server, assert_same, bits, checkpoints, lines, metrics, summary
 
 STEPS = 12
@@ -271,6 +272,19 @@ def test_the_second_signal_stops_at_once(server: Server, home: Path, tmp_path: P
     assert "Traceback" not in job.text
     assert lines(folder) == 1
     assert summary(folder)["status"] == "stopped"
+
+
+def test_ctrl_c_stays_what_it_is_inside_a_library_that_makes_another_error_of_it() -> None:
+    def library() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of object") from None
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        library()
+    with pytest.raises(ValueError, match="its own"), interruptible():
+        raise ValueError("its own")
 
 
 def test_a_signal_right_after_the_start(server: Server, home: Path, tmp_path: Path) -> None:

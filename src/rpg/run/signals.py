@@ -38,3 +38,28 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Within, Ctrl-C is a KeyboardInterrupt, also where the library that it falls into makes another error of it."""
+    came = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGINT, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    except Exception:
+        if came:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)

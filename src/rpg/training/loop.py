@@ -29,7 +29,7 @@ from ..run.config import Config
 from ..run.folder import locked, read_rows
 from ..run.logs import NoLogs, RunLogs, write_summary, write_whole
 from ..run.settings import flat, to_yaml
-from ..run.signals import Stop
+from ..run.signals import Stop, interruptible
 from ..run.view import Mute, View, make_view
 from ..tasks import RewardError, Task, load_task
 from .batch import make_batch, with_advantages
@@ -87,7 +87,8 @@ def train(config: Config, *, resume: bool = False, world: World = ALONE) -> dict
     shown = make_view(config.log.view, title=title, steps=config.steps) if world.first else Mute()
     with shown as view, contextlib.ExitStack() as stack:
         try:
-            trainer, logs = _set_up(config, view, resume, stack, world)
+            with interruptible():
+                trainer, logs = _set_up(config, view, resume, stack, world)
         except (ValueError, OSError, checkpoint.CheckpointError, RankFailed) as error:
             raise Failed(str(error), setup=True) from error
         except RuntimeError as error:
