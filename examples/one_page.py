@@ -29,7 +29,7 @@ from rpg.rollout import NativeEngine
 from rpg.run.seeds import permutation, stream
 from rpg.tasks import load_task
 
-METHOD = "rpg-reinforce-urkl"  # `rpg algorithms` lists the others
+METHOD = "rpg-reinforce-urkl"  # `rpg algorithms` lists the others; those with a reference (grpo) need `rpg train`
 PROMPTS, SAMPLES = 32, 8  # groups in a step, responses in a group
 MAX_NEW_TOKENS, OVERLONG_TOKENS = 80, 16  # a response is cut at 80 tokens; in the last 16 the penalty grows to 1
 OVERSAMPLE, MAX_ROUNDS = 1.25, 4  # spare prompts in a round of sampling, rounds in a step
@@ -45,7 +45,7 @@ def learning_rate(number, total):
     return LR * (1 - 0.9 * (number - WARMUP + 1) / max(total - WARMUP, 1))
 
 
-def answer(policy, engine, task, problems, samples, seed):
+def respond(policy, engine, task, problems, samples, seed):
     """For each problem: its prompt, responses to it, and their scores, 1 for the right answer, else 0."""
     prompts = [policy.encode(problem.prompt) for problem in problems]
     rollouts = engine.generate(prompts, n=samples, max_new_tokens=MAX_NEW_TOKENS, temperature=1.0, seed=seed)
@@ -55,7 +55,7 @@ def answer(policy, engine, task, problems, samples, seed):
 
 def accuracy(policy, engine, task):
     """Share of right responses to problems that are never trained on. The same random numbers each time."""
-    groups = answer(policy, engine, task, task.test[:EVAL_PROBLEMS], EVAL_SAMPLES, stream(0, "eval"))
+    groups = respond(policy, engine, task, task.test[:EVAL_PROBLEMS], EVAL_SAMPLES, stream(0, "eval"))
     return float(torch.tensor([scores for _, _, scores in groups]).mean())
 
 
@@ -70,7 +70,7 @@ def train(steps=50, seed=0):
     policy = Policy.load("builtin", device=device)  # a Hugging Face model and its tokenizer
     engine = NativeEngine(policy.model, policy.tokenizer)  # samples from these very weights, so nothing is copied
     task = load_task("arithmetic", seed)
-    method = rpg.algorithm(METHOD)  # its loss, its advantages, and what it asks of the loop
+    method = rpg.algorithm(METHOD).resolve()  # its loss, its advantages, and what it asks of the loop
     parameters = list(policy.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     next_problem, keep_rate, history, start = 0, 1.0, [], time.time()
@@ -86,12 +86,13 @@ def train(steps=50, seed=0):
         for attempt in range(MAX_ROUNDS):
             if len(groups) >= PROMPTS:
                 break
-            wanted = math.ceil((PROMPTS - len(groups)) * min(OVERSAMPLE / max(keep_rate, 0.1), 4))
+            spare = min(OVERSAMPLE / max(keep_rate, 0.1), 4) if method.dynamic else 1
+            wanted = math.ceil((PROMPTS - len(groups)) * spare)
             problems = task.train[next_problem : next_problem + wanted]
             next_problem += wanted
-            for group in answer(policy, engine, task, problems, SAMPLES, stream(seed, "rollout", step, attempt)):
+            for group in respond(policy, engine, task, problems, SAMPLES, stream(seed, "rollout", step, attempt)):
                 scores.append(group[-1])
-                if max(scores[-1]) > min(scores[-1]):
+                if max(scores[-1]) > min(scores[-1]) or not method.dynamic:
                     groups.append(group)
         keep_rate = 0.7 * keep_rate + 0.3 * len(groups) / len(scores)  # so that the next step asks for enough prompts
         groups = groups[:PROMPTS]
@@ -105,7 +106,7 @@ def train(steps=50, seed=0):
         group_B = torch.arange(len(groups)).repeat_interleave(SAMPLES)
         score_B = torch.tensor([score for _, _, group_scores in groups for score in group_scores])
         length_B = torch.tensor([len(rollout.tokens) for _, rollout in responses])
-        reward_B = score_B + soft_overlong_penalty(length_B, MAX_NEW_TOKENS, OVERLONG_TOKENS)
+        reward_B = score_B + method.overlong * soft_overlong_penalty(length_B, MAX_NEW_TOKENS, OVERLONG_TOKENS)
         advantage_B = method.advantage(reward_B, group_B)
 
         # Minibatches of whole groups, in a random order; fewer of them where groups are missing.

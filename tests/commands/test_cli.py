@@ -1,5 +1,6 @@
 """The command line, end to end: what it prints, what it writes, and how it fails."""
 
+import ast
 import contextlib
 import io
 import json
@@ -16,6 +17,8 @@ import torch
 import rpg
 from rpg import cli
 from rpg.audit import SCENARIOS, AuditRow, Subject, resolve
+from rpg.commands.algorithms import _show_algorithm
+from rpg.loss.registry import sources
 
 SOURCE = str(Path(rpg.__file__).parents[1])
 
@@ -358,6 +361,15 @@ def test_one_algorithm_shows_formula_paper_and_options_that_work(name):
     options = json.loads(inside("algorithms", name, "--json")[1])["options"]
     assert all(re.search(rf"^  {key} ", out, re.MULTILINE) for key in options)
     assert rpg.algorithm(name, **options | {"advantage": rpg.Advantage(**options["advantage"])}) == a
+
+
+def test_the_code_of_every_algorithm_is_printed_as_it_is_written(capsys):
+    for name in rpg.algorithms():
+        _show_algorithm(rpg.algorithm(name))
+        out = capsys.readouterr().out
+        for source in sources(name):
+            assert source in out, name
+            ast.parse(source)
 
 
 def test_version_and_help():

@@ -20,7 +20,7 @@ import torch
 
 from rpg.run import trackers
 from rpg.run.config import LogConfig
-from rpg.run.logs import LogError, MetricsFile, RunLogs, encode, write_summary
+from rpg.run.logs import JsonlFile, LogError, RunLogs, encode, write_summary
 
 FILES = LogConfig(tensorboard=False)
 
@@ -81,14 +81,14 @@ def test_half_a_surrogate_does_not_stop_a_run() -> None:
 
 
 def test_every_row_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "new" / "metrics.jsonl")
+    file = JsonlFile(tmp_path / "new" / "metrics.jsonl")
     for step in range(3):
         file.write(row(step))
         assert [json.loads(line)["step"] for line in file.path.read_bytes().splitlines()] == list(range(step + 1))
 
 
 def test_truncate_keeps_bytes_drops_later_rows_and_half_a_line(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = JsonlFile(tmp_path / "metrics.jsonl")
     for step in range(10):
         file.write(row(step))
     whole = file.path.read_bytes().splitlines(keepends=True)
@@ -109,19 +109,19 @@ def test_truncate_keeps_bytes_drops_later_rows_and_half_a_line(tmp_path: Path) -
 def test_only_the_last_line_may_be_broken(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(encode(row(0)) + tail)
-    assert MetricsFile(path).truncate_after(5) == 1
+    assert JsonlFile(path).truncate_after(5) == 1
     assert path.read_bytes() == encode(row(0))
     broken = encode(row(0)) + tail.rstrip(b"\n") + b"\n" + encode(row(2))
     if tail == b'{"step": 1}':
         return  # a whole row, once it has its end
     path.write_bytes(broken)
     with pytest.raises(LogError, match=r"metrics\.jsonl: line 2 is not a row"):
-        MetricsFile(path).truncate_after(5)
+        JsonlFile(path).truncate_after(5)
     assert path.read_bytes() == broken
 
 
 def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = JsonlFile(tmp_path / "metrics.jsonl")
     file.write(row(0), row(1), row(2))
     before = file.path.read_bytes()
 
@@ -137,7 +137,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path: Path, monkeypat
 
 def test_a_disk_that_fills_up_is_named_and_leaves_whole_lines(tmp_path: Path) -> None:
     """A real limit on the file's size: the kernel takes a part of the line, then refuses."""
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = JsonlFile(tmp_path / "metrics.jsonl")
     file.write(row(0))
     before = file.path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_is_named_and_leaves_whole_lines(tmp_path: Path) ->
 def test_a_full_device_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(LogError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
-        MetricsFile(tmp_path / "metrics.jsonl").write(row(0))
+        JsonlFile(tmp_path / "metrics.jsonl").write(row(0))
 
 
 def test_a_summary_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

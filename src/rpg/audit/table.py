@@ -119,6 +119,7 @@ def show(report: AuditReport, verbose: bool = False) -> None:
 def _show(report: AuditReport, to: Console, verbose: bool) -> None:
     to.print(Text(finding(report), style="bold"))
     to.print(f"Relative bias of the expected gradient against the exact one; {report.setup}.")
+    to.print("Clips are open; a token-level loss is held to the token-level objective. --verbose shows both choices.")
     to.print(_table(report, MAIN))
     _explain(to, MAIN)
     if verbose:

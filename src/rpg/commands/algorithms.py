@@ -81,11 +81,14 @@ def _show_algorithm(a: Algorithm) -> None:
         to.print(Text(f"{a.name}  ({a.paper})", style="bold"))
         to.print(f"{a.formula}\n")
         to.print(Text("its row: what runs", style="bold"))
-        to.print(f"{row}\n")
+        to.print(Text(f"{row}\n"), soft_wrap=True)
         to.print(Text("the same in plain torch: its gradient is the row's, and a test says so", style="bold"))
-        to.print(f"{plain}\n")
+        to.print(Text(f"{plain}\n"), soft_wrap=True)
         for key in ("divergence", "estimator", "clip", "level", "advantage", "reduction", "reference"):
-            to.print(f"{key:<12} {d[key]}")
+            note = "  (a response has one loss)" if key == "reduction" and d["level"] != "token" else ""
+            to.print(f"{key:<12} {d[key]}{note}")
+        switches = {"dynamic sampling": a.dynamic_sampling, "overlong penalty": a.overlong_penalty}
+        to.print(f"{'around it':<12} {', '.join(name for name, on in switches.items() if on) or 'nothing'}")
         to.print(Text(f'\nrpg.algorithm("{a.name}", option=…), where option is', style="bold"))
         for key, value in (d["options"] | {"clip": a.loss.clip, "advantage": _call(a.advantage)}).items():
             to.print(f"  {key:<{width}}  {value}")

@@ -78,7 +78,7 @@ def rpg_fkl_plain(logp, old, ref, A, mask):
 
 @preset("rpg-rkl", RPG)
 def rpg_rkl() -> Algorithm:
-    """−w·A + β(w·log u), dual-clipped with Â = ω/w = A − β(log u + 1)."""
+    """−clip(w)·Â, dual-clipped, Â = A − β(log u + 1); differentiated through Â too (Algorithm 1): c = −w·Â + β·w."""
     return rpg(PolicyLoss("rkl", 1e-4, "differentiable", clip.DualClip(0.2, 0.28, c=10.0)))
 
 
@@ -103,7 +103,7 @@ def rpg_ufkl_plain(logp, old, ref, A, mask):
 
 @preset("rpg-urkl", RPG)
 def rpg_urkl() -> Algorithm:
-    """−w·A + β(w·log u − w), dual-clipped with Â = ω/w = A − β·log u."""
+    """−clip(w)·Â, dual-clipped, Â = A − β·log u; differentiated through Â too (Algorithm 1): c = −w·Â + β·w."""
     return rpg(PolicyLoss("urkl", 1e-4, "differentiable", clip.DualClip(0.2, 0.28, c=10.0)))
 
 

@@ -50,7 +50,7 @@ def encode(row: Row) -> bytes:
     return text.encode("utf-8", "replace") + b"\n"
 
 
-class MetricsFile:
+class JsonlFile:
     """One JSON object a line, appended whole or not at all, and on its way to the disk when ``write`` returns."""
 
     def __init__(self, path: str | Path) -> None:
@@ -195,8 +195,8 @@ class RunLogs:
         projects = {Wandb: config.wandb, Trackio: config.trackio}
         asked = {kind: project for kind, project in projects.items() if project}
         modules = {kind: import_tracker(kind.package) for kind in asked}  # mistakes are told before anything is started
-        self._metrics = MetricsFile(self.folder / "metrics.jsonl")
-        self._samples = MetricsFile(self.folder / "samples.jsonl")
+        self._metrics = JsonlFile(self.folder / "metrics.jsonl")
+        self._samples = JsonlFile(self.folder / "samples.jsonl")
         logged = -1
         if resume is None:
             if not self._metrics.empty():

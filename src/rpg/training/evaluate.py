@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..models.policy import Policy
@@ -57,7 +57,7 @@ class Evaluation:
     truncated: float
     failures: dict[str, int]
     messages: list[str]  # of those failures, one line each
-    samples: list[dict[str, Any]]  # rows of samples.jsonl
+    samples: list[dict[str, Any]] = field(repr=False)  # rows of samples.jsonl
 
     def metrics(self) -> dict[str, float]:
         at = f"eval/{self.task}"

@@ -36,7 +36,7 @@ from .batch import make_batch, with_advantages
 from .collect import Collector, PromptTooLong, Sampler
 from .evaluate import evaluate
 from .old_logp import OldLogp, with_logp
-from .oom_retry import make_oom_retry, pick_slots
+from .oom_retry import DoesNotFit, make_oom_retry, pick_slots
 from .optim import averaged_weights, make_optimizer
 from .progress import Progress
 from .reference import Reference, batch_logp
@@ -308,7 +308,7 @@ class Trainer:
         experience = self.collector.collect(step)
         for text in experience.messages:
             self._warn(f"reward function: {text}")
-        trained = time.perf_counter()
+        training_start = time.perf_counter()
         row, advantages = experience.metrics(), None
         if experience.starved:
             self.progress.starved += 1
@@ -333,7 +333,7 @@ class Trainer:
         self.progress.step = step
         self.progress.tokens_total += int(row["tokens"])
         row["tokens_total"] = self.progress.tokens_total
-        seconds = experience.seconds | {"train": time.perf_counter() - trained}
+        seconds = experience.seconds | {"train": time.perf_counter() - training_start}
         self.world.on_rank0(lambda: logs.samples(step, experience.samples(self.config.log.samples, advantages)))
         self._finish_step(step, row, begin, seconds, logs)
 
@@ -451,6 +451,11 @@ def _due(step: int, every: int) -> bool:
 
 def _text(error: BaseException) -> str:
     """In one line; of an error that nobody expects, with its name."""
+    if isinstance(error, DoesNotFit):
+        return (
+            "the device is out of memory with a single sequence: lower rollout.max_new_tokens or max_prompt_tokens, "
+            "train an adapter (--peft.method lora), or take more GPUs"
+        )
     if isinstance(error, torch.OutOfMemoryError):
         return "the device is out of memory: lower optim.micro_tokens (training) or rollout.slots (sampling)"
     text = " ".join(str(error).split())

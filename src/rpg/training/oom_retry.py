@@ -21,12 +21,17 @@ Result = TypeVar("Result")
 WHOLE = 2**62  # tokens of a micro-batch that is all of the optimiser step
 
 
+class DoesNotFit(torch.OutOfMemoryError):
+    """One sequence at a time, activations recomputed where they can be, and still out of memory."""
+
+
 class OomRetry:
     """How much is computed at a time: ``tokens`` of a micro-batch, and whether activations are recomputed.
 
-    Where the device runs out of memory, what was begun is done again: the first time with what ``release`` frees (the
-    engine's caches), after that with half the tokens, which stays. Neither changes the gradient. Where
-    weights are sharded it is an error: the others are in the middle of an operation that this rank has to take part in.
+    Where the device runs out of memory, what was begun is done again: first with what ``release`` frees (the engine's
+    caches), then with half the tokens, down to a single sequence, then with activations recomputed. The last two stay.
+    None changes the gradient. Where weights are sharded it is an error at once: the other ranks are in the middle of an
+    operation that this one has to take part in.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class OomRetry:
             self.recompute = True
             self.context.warn("out of memory: activations are recomputed from here on")
         else:
-            raise torch.OutOfMemoryError("a single sequence does not fit")
+            raise DoesNotFit
 
     def _passes(self, batch: Batch) -> int:
         return len(micro_batches(batch, self.tokens, self.packs))
