@@ -49,3 +49,16 @@ assert rpg.train is train is rpg.api.train and rpg.evaluate is evaluate is rpg.a
 assert rpg.training.loop.train is not train
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_clips_and_mismatch_rules_can_be_imported_by_their_public_names():
+    import rpg.clip
+    import rpg.mismatch
+    from rpg.clip import RPGClip
+    from rpg.loss import clip, mismatch
+    from rpg.mismatch import TIS
+
+    assert (RPGClip, TIS) == (clip.RPGClip, mismatch.TIS)
+    for public, home, base in ((rpg.clip, clip, clip.Clip), (rpg.mismatch, mismatch, mismatch.Mismatch)):
+        rules = {name for name, x in vars(home).items() if isinstance(x, type) and issubclass(x, base)}
+        assert rules <= set(public.__all__)

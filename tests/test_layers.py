@@ -34,6 +34,8 @@ ROOMS = {
     "report": "runs in, one page out",
     "bench": "speed beside peers and counted floors",
     "api": "a training in a few lines of Python",
+    "clip": "`rpg.loss.clip` by its public name",
+    "mismatch": "`rpg.loss.mismatch` by its public name",
     "rpg": "the public names, each loaded when first asked for",
     "commands": "the commands of `rpg`, a file each",
     "cli": "the command `rpg`: which command a line is for",

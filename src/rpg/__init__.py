@@ -4,9 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import audit
+    from . import audit, clip, mismatch
     from .api import Run, evaluate, train
-    from .loss import clip, mismatch
     from .loss.advantages import Advantage
     from .loss.methods import Algorithm, algorithm, algorithms
     from .loss.objective import logit_score_sq, vocabulary_kl
@@ -40,10 +39,10 @@ _HOME = {
     "algorithm": "loss.methods",
     "algorithms": "loss.methods",
     "audit": "audit",
-    "clip": "loss.clip",
+    "clip": "clip",
     "evaluate": "api",
     "logit_score_sq": "loss.objective",
-    "mismatch": "loss.mismatch",
+    "mismatch": "mismatch",
     "train": "api",
     "vocabulary_kl": "loss.objective",
 }

@@ -35,13 +35,23 @@ def train(config: Config | str | os.PathLike[str] | None = None, *, resume: bool
     are the keys of the YAML, which go before it: ``steps=20, rollout={"prompts": 4}`` or ``**{"rollout.prompts": 4}``.
     With ``resume`` the run in ``output`` goes on from its newest checkpoint, with the settings it has.
 
-    What cannot work is a ValueError of one line. Under torchrun every process calls this; the first one writes.
+    What cannot work is a ValueError of one line. Under torchrun every process calls this; the first one writes, and a
+    run that fails on the way ends all of them.
     """
     config = configure(config, settings=settings, resume=resume)
     from .distributed.ranks import joined  # imports torch: a mistake in the settings is told before
+    from .training.loop import Failed
 
+    failure: ValueError | None = None
     with joined(config.device) as world:
-        fit(config, resume=resume, world=world)
+        try:
+            fit(config, resume=resume, world=world)
+        except Failed as error:
+            if not error.setup:  # other ranks may wait for this one: several end here, with the message
+                world.end_all(str(error), 1)
+            failure = error
+    if failure is not None:
+        raise failure
     return Run(config.output)
 
 
@@ -99,8 +109,8 @@ def evaluation_config(
     model: str | os.PathLike[str] | Run,
     task: str | None = None,
     *,
-    k: int = 32,
-    problems: int = 256,
+    k: int | None = None,
+    problems: int | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
     max_new_tokens: int | None = None,
@@ -110,7 +120,7 @@ def evaluation_config(
     warn: Callable[[str], None] = warnings.warn,
     **settings: Any,
 ) -> Config:
-    """The settings of an evaluation; what is None is the run's own, or else the default."""
+    """The settings of an evaluation; what is None is the run's own, or else the default (k 32, problems 256)."""
     name = str(model.folder) if isinstance(model, Run) else os.fspath(model)
     run = Path(name)
     if not run.exists() and "/" in name and any(run.parent.glob("*/config.yaml")):
@@ -123,6 +133,9 @@ def evaluation_config(
         name = str(run / "model")
     if task is not None:
         config = replace(config, task=replace(config.task, name=task, test=task, reward=None, rewards={}))
+    named = {*settings, *(flags or {}), *(f"eval.{key}" for key in settings.get("eval", {}))}
+    k = 32 if k is None and "eval.k" not in named else k
+    problems = 256 if problems is None and "eval.problems" not in named else problems
     asked = {"task.reward": reward, "eval.temperature": temperature, "eval.top_p": top_p}
     asked |= {"rollout.max_new_tokens": max_new_tokens, "eval.k": k, "eval.problems": problems, "model": name}
     return change(config, {path: value for path, value in asked.items() if value is not None})
@@ -160,8 +173,11 @@ class Run:
     """A run's folder, finished or still running. What its files say is read when it is asked for."""
 
     def __init__(self, folder: str | os.PathLike[str] = Config.output):
+        from .report.runs import is_run
+
         self.folder = Path(folder)
-        self._data()  # what is no run is refused
+        if not is_run(self.folder):
+            self._data()  # says what is wrong
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

@@ -145,7 +145,7 @@ def _reference_logp():
     from rpg.training.reference import batch_logp
 
     case = Case("reinforce")
-    return batch_logp(case.policy(case.theta_ref), case.batch)
+    return batch_logp(case.policy(case.theta_ref), case.batch, 1024)
 
 
 def tensordict(case, config, rows, accumulation):

@@ -93,7 +93,7 @@ class Case:
     def rollout_logp(self) -> list[list[float]]:
         """The sampler's own log-probabilities: near theta0's."""
         batch = make_batch(self._groups([[0.0] * len(r) for r in self.responses]), 0, torch.device("cpu"))
-        logp_BT = batch_logp(self.policy(self.theta0), batch)
+        logp_BT = batch_logp(self.policy(self.theta0), batch, 1024)
         noise_BT = 0.02 * torch.randn(logp_BT.shape, generator=torch.Generator().manual_seed(3))
         return [row[: len(r)].tolist() for row, r in zip(logp_BT + noise_BT, self.responses, strict=True)]
 
@@ -141,8 +141,8 @@ class Case:
     def batch(self) -> Batch:
         """With old, reference and sampler log-probabilities and advantages, as `rpg train` makes it."""
         batch = make_batch(self._groups(self.rollout_logp), 0, torch.device("cpu"))
-        old_BT = batch_logp(self.policy(self.theta0), batch)
-        ref_BT = batch_logp(self.policy(self.theta_ref), batch) if self.has_reference else None
+        old_BT = batch_logp(self.policy(self.theta0), batch, 1024)
+        ref_BT = batch_logp(self.policy(self.theta_ref), batch, 1024) if self.has_reference else None
         batch = with_logp(batch, old_BT, ref_BT, self.method.needs_reference)
         return with_advantages(batch, self.method.advantage, self.greedy_rewards if self.method.needs_greedy else None)
 

@@ -468,3 +468,13 @@ def test_logit_score_sq_is_the_squared_gradient_of_the_log_probability():
         x = logits[i, j].clone().requires_grad_()
         (score,) = torch.autograd.grad(x.log_softmax(-1)[tokens[i, j]], x)
         assert float(got[i, j]) == pytest.approx(float(score.square().sum()), rel=1e-5)
+
+
+def test_the_cap_of_the_kl_terms_ratio_holds_without_a_clip_too():
+    """ω = w·A − β(min(w, cap) − v) for ufkl."""
+    logp, old = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True), torch.tensor([[-1.1, -2.0, -3.0]])
+    mask, a = torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.5])
+    loss = PolicyLoss("ufkl", 0.1, "reinforce", kl_ratio_cap=2.0, reduction="seq-mean-token-sum")
+    (gradient,) = torch.autograd.grad(loss(logp, old, a, mask).loss, logp)
+    w = (logp - old).detach().exp()
+    torch.testing.assert_close(gradient, -(w * 0.5 - 0.1 * (w.clamp(max=2.0) - 1)))

@@ -69,7 +69,8 @@ def rollout_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
     record(small, partial(native, sizes.small, sizes.slots))
     for name, test in distribution_tests(sizes).items():
         record(name, lambda test=test: {"p": test()})  # type: ignore[misc]
-        section.require(name, Target(f"p ≥ {P_VALUE:g}", section.value(name, "p"), least=P_VALUE))
+        if section.value(name, "p") is not None:
+            section.require(name, Target(f"p ≥ {P_VALUE:g}", section.value(name, "p"), least=P_VALUE))
     if sizes.device != "cpu":
         set_targets(section, rpg, generate, small)
     return section

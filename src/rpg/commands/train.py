@@ -119,8 +119,8 @@ def add_eval(commands: Any) -> None:
         metavar="NAME_OR_FILE",
         help="tasks, datasets or files, several with commas; default: the run's own, else arithmetic",
     )
-    parser.add_argument("--k", type=int, default=32, metavar="K", help="responses to each problem (default 32)")
-    parser.add_argument("--problems", type=int, default=256, metavar="N", help="problems (default 256)")
+    parser.add_argument("--k", type=int, metavar="K", help="responses to each problem (default 32)")
+    parser.add_argument("--problems", type=int, metavar="N", help="problems (default 256)")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the run's, else 1; 0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="default: the run's, else 1")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the run's, else 80")

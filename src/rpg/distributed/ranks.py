@@ -121,12 +121,18 @@ class World:
         """Tell the user, once, and end all ranks. Alone: gives the code."""
         if self.size == 1:
             print(f"rpg train: {message}", file=sys.stderr)
-            return code
+        self.end_all(message, code)
+        return code
+
+    def end_all(self, message: str, code: int) -> None:
+        """Of several ranks: tell the user, once, and end them all. Alone: nothing."""
+        if self.size == 1:
+            return
         self._over.set()  # no second message from the watcher
         if self.first:
             print(f"rpg train: {message}", file=sys.stderr, flush=True)
         self._publish(message, code)
-        return _leave(code)
+        _leave(code)
 
     def _publish(self, message: str, code: int) -> None:
         """To the other ranks. The first tells the user: wait for it, as torchrun ends all once one is gone. Where it is

@@ -29,7 +29,7 @@ def check_reference(start: Start, config: Config, anchor: str, engine: str) -> N
         return  # renewed at the checkpoint: it is the checkpoint
     raise ValueError(
         f"reference.update={anchor}: {engine} would take the checkpoint of step {start.step} for the reference, which "
-        "it is not; give --reference.update old or every (anew from here), or export without --from"
+        "it is not; give --reference.update old or every (from here on), or export without --from"
     )
 
 

@@ -56,7 +56,7 @@ def _refuse(config: Config, method: Method, launch: Launch) -> None:
     greedy = "its baseline is the reward of a greedy response to each prompt, which TRL does not sample"
     by_step = "TRL's goes by optimiser steps, of which a batch has several; give --reference.update every"
     reasons = {
-        "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL computes them anew, or not at all on-policy",
+        "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL recomputes them, or not at all on-policy",
         f"rollout.vllm.{(vllm or [''])[0]}": rollout.engine == "vllm" and vllm and "leave it out",
         f"algorithm={method.name}": (method.curvature_gate and "its gate needs logits and the optimiser's moments")
         or (method.needs_greedy and greedy),
@@ -180,7 +180,7 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
     """What is not carried over, or is another thing in TRL, though the run is the same without it."""
     rollout, optim, keep = config.rollout, config.optim, config.checkpoint
     if launch.start.step:
-        yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
+        yield "the optimiser's moments: AdamW starts afresh from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: the run ends after its steps"
     if method_of(config).dynamic:

@@ -330,7 +330,7 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
     """What is not carried over, or is another thing in verl, though the run is the same without it."""
     rollout, optim, keep = config.rollout, config.optim, config.checkpoint
     if launch.start.step:
-        yield "the optimiser's moments: AdamW starts anew from the checkpoint's weights"
+        yield "the optimiser's moments: AdamW starts afresh from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: verl has no limit of time; the run ends after its steps"
     if not launch.in_order:
@@ -338,7 +338,7 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
     if rollout.engine == "native":
         yield "rollout.engine=native: verl samples with vLLM, in weights of its own"
     if rollout.old_logp == "auto":
-        yield "rollout.old_logp=auto: computed anew by the trainer, as rpg train does with vLLM"
+        yield "rollout.old_logp=auto: recomputed by the trainer, as rpg train does with vLLM"
     if rollout.slots is None:
         yield "rollout.slots: verl's own default"
     if method.advantage.beta and method.anchor == "old":

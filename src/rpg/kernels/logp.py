@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import logp_torch as linear_logp_torch
+from . import logp_torch
 from .logp_torch import Slope
 
 CHUNK = {"cuda": (2**14, 13 * 2**24), "cpu": (2**10, 2**22)}  # tokens at once, and bytes of their logits
@@ -98,23 +98,23 @@ def _kernels(hidden_NH: Tensor, weight_VH: Tensor) -> ModuleType | None:
     if size == 0 or (not cuda and size <= WHOLE_ELEMENTS):
         return None
     triton = _triton() if cuda and hidden_NH.dtype != torch.float64 else None
-    return triton or linear_logp_torch
+    return triton or logp_torch
 
 
 @functools.cache
 def _triton() -> ModuleType | None:
     try:
-        from .triton import logp as linear_logp_triton
+        from .triton import logp as logp_triton
     except ImportError:
         return None
-    return linear_logp_triton
+    return logp_triton
 
 
 Heads = list[tuple[Tensor, Tensor]]  # hidden states and weight of the policy, and of the reference where there is one
 
 
 class _Chunked(torch.autograd.Function):
-    """``kernels`` is linear_logp_torch or linear_logp_triton: ``observe`` and ``slope`` are what happens to a chunk."""
+    """``kernels`` is logp_torch or logp_triton: ``observe`` and ``slope`` are what happens to a chunk."""
 
     @staticmethod
     def forward(

@@ -43,8 +43,8 @@ class Renewal:
         self.renewals += 1
 
     def state(self) -> dict[str, Any]:
-        own = {"average_kl": self.average_kl, "renewals": self.renewals}
-        return own | {"updates": self.updates} if self.updates else own
+        state = {"average_kl": self.average_kl, "renewals": self.renewals}
+        return state | {"updates": self.updates} if self.updates else state
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.average_kl, self.renewals = state["average_kl"], state["renewals"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 from torch import Tensor
 
-from ..console import choose
+from ..console import choose, one_of
 from .advantages import Advantage
 from .policy_loss import PolicyLoss
 
@@ -38,6 +38,7 @@ class Algorithm:
 
     def resolve(self, dynamic: bool | None = None, overlong: bool | None = None, update: str = "auto") -> Method:
         """With a run's own choices; None and "auto" are as published. Without a KL there is nothing to anchor: old."""
+        one_of("reference", self.reference, ("old", "initial"))
         anchor = {"old": "old", "initial": "frozen"}[self.reference] if update == "auto" else update
         return Method(
             name=self.name,
@@ -144,31 +145,31 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     (``advantage=Advantage(…)`` or ``advantage="leave-one-out"``)."""
     if name not in _PRESETS:
         raise ValueError(choose("algorithm", str(name), _PRESETS))
-    made = _PRESETS[name]()
+    chosen = _PRESETS[name]()
     if isinstance(overrides.get("advantage"), str):
         overrides["advantage"] = Advantage(str(overrides["advantage"]))
-    own = {f.name for f in fields(Algorithm)} - {"name", "paper", "formula"}
-    of_loss = {f.name for f in fields(PolicyLoss)}
-    given = overrides.get("loss", made.loss)
-    rule = overrides.get("clip", given.clip if isinstance(given, PolicyLoss) else None)
-    of_clip = {f.name for f in fields(rule)} if is_dataclass(rule) else set()
+    algorithm_fields = {f.name for f in fields(Algorithm)} - {"name", "paper", "formula"}
+    loss_fields = {f.name for f in fields(PolicyLoss)}
+    loss_given = overrides.get("loss", chosen.loss)
+    rule = overrides.get("clip", loss_given.clip if isinstance(loss_given, PolicyLoss) else None)
+    clip_fields = {f.name for f in fields(rule)} if is_dataclass(rule) else set()
     for key in overrides:
-        if key not in own | of_loss | of_clip:
-            raise ValueError(choose(f"option of {name!r}", key, own | of_loss | of_clip))
-    made = replace(made, **{k: v for k, v in overrides.items() if k in own})  # type: ignore[arg-type]
-    changes = {k: v for k, v in overrides.items() if k in of_loss}
-    if "beta" in changes and changes.get("divergence", made.loss.divergence) == "none":
-        if made.advantage.kind == "reward-to-go":  # its KL is in the reward
-            made = replace(made, advantage=made.advantage.replace(beta=changes.pop("beta")))
+        if key not in algorithm_fields | loss_fields | clip_fields:
+            raise ValueError(choose(f"option of {name!r}", key, algorithm_fields | loss_fields | clip_fields))
+    chosen = replace(chosen, **{k: v for k, v in overrides.items() if k in algorithm_fields})  # type: ignore[arg-type]
+    changes = {k: v for k, v in overrides.items() if k in loss_fields}
+    if "beta" in changes and changes.get("divergence", chosen.loss.divergence) == "none":
+        if chosen.advantage.kind == "reward-to-go":  # its KL is in the reward
+            chosen = replace(chosen, advantage=chosen.advantage.replace(beta=changes.pop("beta")))
         elif changes["beta"]:
             raise ValueError(f"beta has no effect on {name!r}, which has no KL term; give divergence='urkl' too")
-    if changes.get("divergence", "none") != "none" and not changes.get("beta", made.loss.beta):
+    if changes.get("divergence", "none") != "none" and not changes.get("beta", chosen.loss.beta):
         raise ValueError(f"divergence={changes['divergence']!r} needs a beta: {name!r} has none of its own")
     if changes.get("reduction", "constant") != "constant":
         changes.setdefault("constant", None)
-    inner = {k: v for k, v in overrides.items() if k in of_clip - of_loss}
+    inner = {k: v for k, v in overrides.items() if k in clip_fields - loss_fields}
     if inner:
         changes["clip"] = replace(rule, **inner)  # type: ignore[type-var]
-    loss = made.loss.replace(**changes)
-    formula = made.formula if loss == made.loss else f"{made.formula} Changed: {', '.join(overrides)}."
-    return replace(made, formula=formula, loss=loss)
+    loss = chosen.loss.replace(**changes)
+    formula = chosen.formula if loss == chosen.loss else f"{chosen.formula} Changed: {', '.join(overrides)}."
+    return replace(chosen, formula=formula, loss=loss)

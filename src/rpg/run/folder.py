@@ -18,7 +18,7 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
+        except BlockingIOError as error:
             raise ValueError(f"another process is training in {folder}") from error
         yield
     finally:

@@ -93,17 +93,14 @@ class JsonlFile:
     def truncate_after(self, step: int) -> int:
         """Drop rows beyond ``step`` and a half-written last line; the rest stays as it is, byte for byte.
         Returns how many lines went. The file is replaced at once, or not at all."""
-        kept = 0
         with _naming("read", self.path), self.path.open("rb") as old:
-            lines = sum(1 for _ in old)
-        with _replacing(self.path) as new:
-            for row, line in self._rows():
-                if row["step"] <= step:
-                    kept += 1
-                    new.write(line)
-        self.close()
-        self._open()
-        return lines - kept
+            dropped = sum(1 for _ in old) - sum(int(row["step"] <= step) for row, _ in self._rows())
+        if dropped:
+            with _replacing(self.path) as new:
+                new.writelines(line for row, line in self._rows() if row["step"] <= step)
+            self.close()
+            self._open()
+        return dropped
 
     def _rows(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Whole rows with their bytes. Only the last line may be broken: a run was killed while it wrote."""

@@ -221,6 +221,7 @@ class Trainer:
             self.state.restore(start)
             if world.sharded:
                 self.sync()
+        progress.start_clock()
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)

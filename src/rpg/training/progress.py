@@ -39,6 +39,10 @@ class Progress:
     seconds: float = 0.0  # of the run, before this process went on with it
 
     def __post_init__(self) -> None:
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """From here on it counts: what sets a run up does not."""
         self._begin = time.perf_counter()
 
     def total_seconds(self) -> float:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..costs.memory import CPU_TOKENS
 from ..distributed.ranks import ALONE, World
 from ..distributed.shards import ShardedPolicy, cut, local, swapped_in
 from ..loss.anchor import Renewal
@@ -147,7 +146,7 @@ def floating(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def batch_logp(policy: Policy, batch: Batch, micro_tokens: int = CPU_TOKENS, world: World = ALONE) -> Tensor:
+def batch_logp(policy: Policy, batch: Batch, micro_tokens: int, world: World = ALONE) -> Tensor:
     """Log-probabilities of a batch's responses under a policy, [B,T]. Each rank computes a share of them."""
     out_BT = torch.zeros_like(batch.old_logp_BT)
     micro = rank_micro_batches(batch, micro_tokens, policy.packs, world)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""linear_logp_torch in Triton, one pass over a chunk each; a program takes a token's row."""
+"""logp_torch in Triton, one pass over a chunk each; a program takes a token's row."""
 
 from __future__ import annotations
 
