@@ -40,7 +40,7 @@ def _plain(value: Callable[[Line], str]) -> Callable[[Line], Text]:
     return lambda line: Text(value(line))
 
 
-def _right(line: Line) -> Text:
+def _verdict_cell(line: Line) -> Text:
     where = line.right_where
     colour = {"everywhere": "green", "nowhere": "red"}.get(where, "yellow")
     return Text(f"{MARKS.get(where, '~')} {where}", style=colour)
@@ -57,7 +57,7 @@ _CLAIM = AuditColumn(
     _plain(lambda line: line.claim),
     number=False,
 )
-_RIGHT = AuditColumn("right", "where its expected gradient is the one of that objective", _right, number=False)
+_RIGHT = AuditColumn("right", "where its expected gradient is the one of that objective", _verdict_cell, number=False)
 _FIXED = _scenario_columns(
     "fixed", {s: f"relative bias, responses of one length; {text}" for s, text in SCENARIOS.items()}
 )

@@ -100,7 +100,7 @@ def _tried(call: Callable[..., Any], *inputs: Any) -> Any:
         return None
 
 
-def _random(*shape: int, like: Tensor, scale: float = 1.0) -> Tensor:
+def _noise(*shape: int, like: Tensor, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, device=like.device) * scale
 
 
@@ -108,7 +108,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     """Random weights for all of a module: those it has may hide what it does with them (ones, zeros)."""
     torch.manual_seed(0)
     return {
-        name: _random(*x.shape, like=x, scale=1.0 if x.dim() < 2 else x.shape[-1] ** -0.5)
+        name: _noise(*x.shape, like=x, scale=1.0 if x.dim() < 2 else x.shape[-1] ** -0.5)
         for name, x in module.named_parameters()
         if x.is_floating_point()
     }
@@ -161,7 +161,7 @@ def _norm_for(module: nn.Module) -> Forward | None:
         return None
     eps, weights = getattr(module, epsilon), _weights(module)
     scale_51 = torch.tensor([[1.0], [3.0], [0.1], [eps**0.5], [1.0]], device=weight_H.device)  # one at which eps counts
-    x_5H = (_random(5, len(weight_H), like=weight_H) + 0.3) * scale_51
+    x_5H = (_noise(5, len(weight_H), like=weight_H) + 0.3) * scale_51
     theirs = _tried(torch.func.functional_call, module, weights, (x_5H,))
     for offset in (False, True):
         if _agrees(_norm(x_5H, weights["weight"], eps, offset, False), theirs):
@@ -263,13 +263,13 @@ def _mlp_for(module: nn.Module) -> Forward | None:
     if not isinstance(width, int) or not weights:
         return None
     like = next(iter(weights.values()))
-    kind = _kind(getattr(module, act), _random(512, like=like, scale=3.0))
+    kind = _kind(getattr(module, act), _noise(512, like=like, scale=3.0))
     if kind is None:
         return None
     modes = [(part, part.training) for part in module.modules()]
     try:
         forward = _mlp_forward(act, kind, joint)
-        return forward if _same_mlp(module, forward, weights, _random(3, width, like=like)) else None
+        return forward if _same_mlp(module, forward, weights, _noise(3, width, like=like)) else None
     finally:
         for part, training in modes:
             part.training = training
@@ -341,8 +341,8 @@ def _agreed(original: Callable[..., Any], device: torch.device) -> bool:
     """Do both rotate alike? The halves of the angles differ here, so that no other pairing passes."""
     torch.manual_seed(0)
     like = torch.empty(0, device=device)
-    q, k = _random(2, 3, 5, 16, like=like), _random(2, 1, 5, 16, like=like)
-    cos, sin = _random(2, 5, 16, like=like), _random(2, 5, 16, like=like)
+    q, k = _noise(2, 3, 5, 16, like=like), _noise(2, 1, 5, 16, like=like)
+    cos, sin = _noise(2, 5, 16, like=like), _noise(2, 5, 16, like=like)
     theirs = _tried(original, q, k, cos, sin)
     if not isinstance(theirs, tuple) or len(theirs) != 2:
         return False

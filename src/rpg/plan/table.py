@@ -45,8 +45,8 @@ def _show(plan: Plan, to: Console) -> None:
     for name, lines in _facts(plan):
         facts.add_row(name, "\n".join(lines))
     to.print(facts)
-    to.print(_memory(plan))
-    to.print(_time(plan))
+    to.print(_memory_table(plan))
+    to.print(_time_table(plan))
     for line in _assumptions(plan):
         to.print(Text(line, style="dim"))
     for ok, line in verdicts(plan):
@@ -109,7 +109,7 @@ def _kl(plan: Plan) -> str:
     return f"{text}, {anchor}"
 
 
-def _memory(plan: Plan) -> Table:
+def _memory_table(plan: Plan) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("memory")
     table.add_column("GB", justify="right")
@@ -128,7 +128,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _time(plan: Plan) -> Table:
+def _time_table(plan: Plan) -> Table:
     cases = (plan.low, plan.middle, plan.high)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("time, estimated")

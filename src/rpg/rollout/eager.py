@@ -140,19 +140,19 @@ class EagerBatch:
         end_ids: Sequence[int],
         prompts: Sequence[Sequence[int]],
         n: int,
-        how: Sampling,
+        sampling: Sampling,
         seed: int,
         slots: int,
     ):
-        self.model, self.prompts, self.n, self.how = model, prompts, n, how
+        self.model, self.prompts, self.n, self.sampling = model, prompts, n, sampling
         self.device = model.device
         total = len(prompts) * n
-        self.cache = SlotCache(slots, max(map(len, prompts)) + how.max_new_tokens)
+        self.cache = SlotCache(slots, max(map(len, prompts)) + sampling.max_new_tokens)
         self.cache.position_A = self._tensor([])
         self.ends = self._tensor(end_ids)
-        self.uniform = uniform_table(seed, prompts, n, how.max_new_tokens).to(self.device)
-        self.tokens = torch.zeros(total, how.max_new_tokens, dtype=torch.long, device=self.device)
-        self.logp = torch.zeros(total, how.max_new_tokens, device=self.device)
+        self.uniform = uniform_table(seed, prompts, n, sampling.max_new_tokens).to(self.device)
+        self.tokens = torch.zeros(total, sampling.max_new_tokens, dtype=torch.long, device=self.device)
+        self.logp = torch.zeros(total, sampling.max_new_tokens, device=self.device)
         self.length = torch.zeros(total, dtype=torch.long, device=self.device)
         self.ended = torch.zeros(total, dtype=torch.bool, device=self.device)
         self.request_A = self._tensor([])  # which request each live row works on
@@ -214,14 +214,14 @@ class EagerBatch:
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
         """Sample the next token of some live rows; rows that are through make room."""
-        request, how = self.request_A[rows], self.how
+        request, sampling = self.request_A[rows], self.sampling
         at = request, self.length[request]
-        token, logp = sample(logits, self.uniform[at], how.temperature, how.top_p, how.top_k)
+        token, logp = sample(logits, self.uniform[at], sampling.temperature, sampling.top_p, sampling.top_k)
         self.tokens[at], self.logp[at] = token, logp
         ended = torch.isin(token, self.ends)
         self.length[request] += 1
         self.ended[request] = ended
-        over = ended | (self.length[request] == how.max_new_tokens)
+        over = ended | (self.length[request] == sampling.max_new_tokens)
         if bool(over.any()):
             self.done += int(over.sum())
             live = torch.ones_like(self.request_A, dtype=torch.bool)

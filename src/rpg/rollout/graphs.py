@@ -148,22 +148,24 @@ class GraphDecoder:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, rows: int, how: Sampling) -> None:
+    def step(self, rows: int, sampling: Sampling) -> None:
         """One more token for the first ``rows`` rows, the dead among them aside."""
-        key = rows, how.temperature, how.top_p, how.top_k
+        key = rows, sampling.temperature, sampling.top_p, sampling.top_k
         if key in self.graphs:
             self.graphs[key].replay()
             return
-        self._decode(rows, how)  # the first step of its kind is an ordinary one, which also warms up what is captured
+        self._decode(
+            rows, sampling
+        )  # the first step of its kind is an ordinary one, which also warms up what is captured
         if self.capture:
-            self._record(key, how)
+            self._record(key, sampling)
 
-    def _record(self, key: tuple[int, float, float, int], how: Sampling) -> None:
+    def _record(self, key: tuple[int, float, float, int], sampling: Sampling) -> None:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         pool = self.pool or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=pool):
-                self._decode(key[0], how)
+                self._decode(key[0], sampling)
         except torch.OutOfMemoryError:
             _leave(stream, pool)
             raise
@@ -177,12 +179,14 @@ class GraphDecoder:
             self.graphs.pop(next(iter(self.graphs)))
         self.graphs[key] = graph
 
-    def _decode(self, rows: int, how: Sampling) -> None:
+    def _decode(self, rows: int, sampling: Sampling) -> None:
         b = self.buffers
         assert b is not None
         b.state_5A = b.state_5S[:, :rows]
         ids, position, uniform = begin_step(b.state_5A, b.uniform_SR)
-        token, logp = fused_sample(self._logits(ids, position), uniform, how.temperature, how.top_p, how.top_k)
+        token, logp = fused_sample(
+            self._logits(ids, position), uniform, sampling.temperature, sampling.top_p, sampling.top_k
+        )
         end_step(token, logp, b.state_5A, b.tokens_SR, b.logp_SR, b.count_S, b.ended_S, b.limit_1, b.ends_E)
 
     def _logits(self, ids: Tensor, position: Tensor, last: Tensor | None = None) -> Tensor:
@@ -230,23 +234,23 @@ class GraphBatch:
         end_ids: Sequence[int],
         prompts: Sequence[Sequence[int]],
         n: int,
-        how: Sampling,
+        sampling: Sampling,
         seed: int,
     ):
-        self.decoder, self.prompts, self.n, self.how = decoder, prompts, n, how
+        self.decoder, self.prompts, self.n, self.sampling = decoder, prompts, n, sampling
         device, total = decoder.model.device, len(prompts) * n
         slots = min(decoder.slots, buckets(total))
         rows = min(len(prompts), 2 * -(-slots // n) + 8, slots)
         longest = max(decoder.longest_prompt, *map(len, prompts))
-        self.buffers = decoder.prepare(slots, rows, longest, how.max_new_tokens)
+        self.buffers = decoder.prepare(slots, rows, longest, sampling.max_new_tokens)
         b = self.buffers
         b.state_5S.fill_(DEAD)
-        b.limit_1.fill_(how.max_new_tokens)
+        b.limit_1.fill_(sampling.max_new_tokens)
         b.ends_E.fill_(-1)
         b.ends_E[: len(end_ids)] = torch.tensor(end_ids, dtype=torch.long)
-        self.uniform = uniform_table(seed, prompts, n, how.max_new_tokens).to(device)
-        self.tokens = torch.zeros(total, how.max_new_tokens, dtype=torch.int32, device=device)
-        self.logp = torch.zeros(total, how.max_new_tokens, device=device)
+        self.uniform = uniform_table(seed, prompts, n, sampling.max_new_tokens).to(device)
+        self.tokens = torch.zeros(total, sampling.max_new_tokens, dtype=torch.int32, device=device)
+        self.logp = torch.zeros(total, sampling.max_new_tokens, device=device)
         self.length = torch.zeros(total, dtype=torch.int32, device=device)
         self.ended = torch.zeros(total, dtype=torch.int32, device=device)
         self.live: list[int] = []  # the request of each live row
@@ -269,10 +273,10 @@ class GraphBatch:
                     prefill += perf_counter() - begin
                     begin = perf_counter()
                 if self.live:
-                    count = min(LOOK_EVERY, self.how.max_new_tokens - 1 - min(self.age))
+                    count = min(LOOK_EVERY, self.sampling.max_new_tokens - 1 - min(self.age))
                     rows = min(buckets(len(self.live)), self.buffers.slots)
                     for _ in range(count):
-                        self.decoder.step(rows, self.how)
+                        self.decoder.step(rows, self.sampling)
                     self.age = [age + count for age in self.age]
                     steps += count
                     self._look()
@@ -326,7 +330,7 @@ class GraphBatch:
 
     def _begin(self, requests: Sequence[int], logits: Tensor) -> None:
         """A slot and a first token for each."""
-        b, how = self.buffers, self.how
+        b, sampling = self.buffers, self.sampling
         slots = [self.free.pop() for _ in requests]
         columns = [
             [self.prompt_row[r // self.n], len(self.prompts[r // self.n]), slot, -1, 0]
@@ -338,7 +342,9 @@ class GraphBatch:
         request_M, slot_M = self._index(requests), self._index(slots)
         numbers = self.uniform[request_M]
         b.uniform_SR[slot_M, : numbers.shape[1]] = numbers
-        token, logp = fused_sample(logits, numbers[:, 0].contiguous(), how.temperature, how.top_p, how.top_k)
+        token, logp = fused_sample(
+            logits, numbers[:, 0].contiguous(), sampling.temperature, sampling.top_p, sampling.top_k
+        )
         end_step(token, logp, rows, b.tokens_SR, b.logp_SR, b.count_S, b.ended_S, b.limit_1, b.ends_E)
         for r, slot in zip(requests, slots, strict=True):
             self.slot[r] = slot

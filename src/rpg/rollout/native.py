@@ -105,12 +105,12 @@ class NativeEngine:
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         """See ``Engine``. Out of memory: the same responses again, with half the slots."""
-        how = Sampling(max_new_tokens, temperature, top_p, top_k)
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
         if nothing_to_sample(prompt_ids, n):
             return [[] for _ in prompt_ids]
         while True:
             try:
-                return self._generate(prompt_ids, n, how, seed, self.slots, self.end_ids, progress)
+                return self._generate(prompt_ids, n, sampling, seed, self.slots, self.end_ids, progress)
             except torch.OutOfMemoryError:
                 if self.slots == 1:
                     raise
@@ -124,7 +124,7 @@ class NativeEngine:
         self,
         prompts: Sequence[Sequence[int]],
         n: int,
-        how: Sampling,
+        sampling: Sampling,
         seed: int,
         slots: int,
         end_ids: Sequence[int],
@@ -134,9 +134,9 @@ class NativeEngine:
         # kernels and graphs are of the current device
         with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
             if self.decoder is None:
-                batch = EagerBatch(self.model, end_ids, prompts, n, how, seed, min(slots, n * len(prompts)))
+                batch = EagerBatch(self.model, end_ids, prompts, n, sampling, seed, min(slots, n * len(prompts)))
             else:
                 self.decoder.slots = slots
-                batch = GraphBatch(self.decoder, end_ids, prompts, n, how, seed)
+                batch = GraphBatch(self.decoder, end_ids, prompts, n, sampling, seed)
             batch.run(progress)
             return batch.rollouts()

@@ -150,7 +150,7 @@ class VllmEngine:
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         """See ``Engine``."""
-        how = Sampling(max_new_tokens, temperature, top_p, top_k)
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
         if nothing_to_sample(prompt_ids, n):
             return [[] for _ in prompt_ids]
         if (most := max(map(len, prompt_ids)) + max_new_tokens) > self.longest:
@@ -162,17 +162,17 @@ class VllmEngine:
         repeated = [prompt for prompt in prompt_ids for _ in range(n)]
         seeds = (int(x * 2**53) for x in uniform_table(seed, prompt_ids, n, 1)[:, 0].tolist())
         with _unchanged():
-            requests = [(prompt, self._params(how, s)) for prompt, s in zip(repeated, seeds, strict=True)]
+            requests = [(prompt, self._sampling_params(sampling, s)) for prompt, s in zip(repeated, seeds, strict=True)]
             completions = self._run(requests, progress)
         return in_groups([self._rollout(completion, temperature) for completion in completions], n)
 
-    def _params(self, how: Sampling, seed: int) -> Any:
+    def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
         kind = sys.modules["vllm.sampling_params"].RequestOutputKind
         return self.vllm.SamplingParams(
-            max_tokens=how.max_new_tokens,
-            temperature=how.temperature,
-            top_p=how.top_p if how.temperature else 1.0,
-            top_k=how.top_k if how.temperature else 0,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p if sampling.temperature else 1.0,
+            top_k=sampling.top_k if sampling.temperature else 0,
             seed=seed,
             logprobs=0,  # of the token itself, of no other
             stop_token_ids=self.stops,
