@@ -4,9 +4,9 @@ import json
 import math
 
 import pytest
-from make_runs import HOSTILE, make_run
 
 import chromium
+from make_runs import HOSTILE, make_run
 from rpg import report
 from rpg.report.scores import scores
 
