@@ -2,6 +2,7 @@
 
 from .loss.clip import (
     KL3,
+    KL3_FORMS,
     Adaptive,
     Box,
     Clip,
@@ -14,10 +15,12 @@ from .loss.clip import (
     Truncate,
     Unweighted,
     curvature_keep,
+    lambert_w,
 )
 
 __all__ = [
     "KL3",
+    "KL3_FORMS",
     "Adaptive",
     "Box",
     "Clip",
@@ -30,4 +33,5 @@ __all__ = [
     "Truncate",
     "Unweighted",
     "curvature_keep",
+    "lambert_w",
 ]

@@ -302,11 +302,16 @@ def test_a_worker_that_never_gets_ready(tmp_path):
 # ---- the workers' life -----------------------------------------------------------------------------------------------
 
 
+def gone(pid):
+    """Dead with all its threads: until the last has ended, its end of the socket is open."""
+    return ") Z " in Path(f"/proc/{pid}/stat").read_text() and len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+
+
 def test_a_worker_killed_between_calls_costs_nothing(rewards):
     with Scorer(f"{rewards}:score", workers=1) as scorer:
         pid = int(scorer.score(items("pid")).values[0])
         os.kill(pid, signal.SIGTERM)
-        wait_for(lambda: ") Z " in Path(f"/proc/{pid}/stat").read_text())
+        wait_for(lambda: gone(pid))
         scores = scorer.score(items("pid", "42"))
     assert scores.failures == nothing()
     assert scores.values[0] != pid

@@ -454,8 +454,8 @@ def _text(error: BaseException) -> str:
     """In one line; of an error that nobody expects, with its name."""
     if isinstance(error, DoesNotFit):
         return (
-            "the device is out of memory with a single sequence: lower rollout.max_new_tokens or max_prompt_tokens, "
-            "train an adapter (--peft.method lora), or take more GPUs"
+            "the device is out of memory: a single sequence does not fit. Lower rollout.max_new_tokens or "
+            "max_prompt_tokens, train an adapter (--peft.method lora), or take more GPUs"
         )
     if isinstance(error, torch.OutOfMemoryError):
         return "the device is out of memory: lower optim.micro_tokens (training) or rollout.slots (sampling)"
