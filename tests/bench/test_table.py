@@ -62,7 +62,7 @@ def test_the_table_and_the_page_say_the_same(capsys):
     assert "missed: ≤ 5× floor" in page
     assert max(map(len, shown.splitlines())) <= 100
     assert "| rpg | 54,321 | 1.23 | ✓ ≥ 20× generate: 23.4; ✗ ≤ 5× floor: 6 |" in page
-    assert "*tokens/s*: how many; *ms*: how long." in page
+    assert "*tokens/s*: how many\n- *ms*: how long\n" in page
     assert "rpg bench rollout" in page
     assert "trl" not in page
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -168,10 +169,15 @@ def markdown(report: BenchReport, command: str) -> str:
             align = ["---" if title in ("", MUST) else "---:" for title in titles]
             out += [_line(titles), _line(align), *map(_line, rows), ""]
         out += [f"- {line}" for line in failures(section)]
-        meanings = "; ".join(f"*{c.key}*: {c.meaning}" for c in section.columns if c.meaning and c.key in titles)
-        out += [text for text in (section.about, meanings + "." if meanings else "") if text]
+        out += _wrapped(section.about)
+        meanings = [(c.key, c.meaning) for c in section.columns if c.meaning and c.key in titles]
+        out += ["", *(line for key, text in meanings for line in _wrapped(f"- *{key}*: {text}"))] if meanings else []
         out.append("")
     return "\n".join(out).rstrip() + "\n"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, subsequent_indent="  " if text.startswith("- ") else "", break_on_hyphens=False)
 
 
 def _line(texts: list[str]) -> str:
