@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import audit, clip, mismatch
+    from . import audit, clip, gates, mismatch
     from .api import Run, evaluate, train
     from .loss.advantages import Advantage
     from .loss.methods import Algorithm, algorithm, algorithms
@@ -23,6 +23,7 @@ __all__ = [
     "audit",
     "clip",
     "evaluate",
+    "gates",
     "logit_score_sq",
     "mismatch",
     "train",
@@ -41,6 +42,7 @@ _HOME = {
     "audit": "audit",
     "clip": "clip",
     "evaluate": "api",
+    "gates": "gates",
     "logit_score_sq": "loss.objective",
     "mismatch": "mismatch",
     "train": "api",

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.special import lambertw
 
-from rpg import PolicyLoss, clip
+from rpg import PolicyLoss, clip, vocabulary_kl
 
 EPS1, EPS2, C = 0.2, 0.28, 3.0
 INF = math.inf
@@ -94,10 +94,10 @@ def reference_gradients(algorithm, kind, columns, beta, **bounds):
     return torch.stack(out)
 
 
-def ours(kind, estimator, rule, columns, beta, level, same_ref):
+def ours(kind, estimator, rule, columns, beta, level, same_ref, **options):
     """The library's coefficient on each sample; at sequence level a sample is a response of three tokens."""
     logp, old, ref, advantage = columns
-    loss = PolicyLoss(kind, beta, estimator, rule, level=level, reduction="none")
+    loss = PolicyLoss(kind, beta, estimator, rule, level=level, reduction="none", **options)
     if level == "token":
         args = [x.unsqueeze(-1) for x in (logp, old, advantage)]
         ref = None if same_ref else ref.unsqueeze(-1)
@@ -114,7 +114,8 @@ def ours(kind, estimator, rule, columns, beta, level, same_ref):
 @pytest.mark.parametrize("kind", ["rkl", "urkl"])
 @given(drawn=samples, beta=betas)
 @exact
-def test_dual_clip_is_algorithm_1(kind, level, same_ref, drawn, beta):
+def test_algorithm_1_as_printed_and_its_gradient_inside_the_box(kind, level, same_ref, drawn, beta):
+    """``through_advantage`` is the printed algorithm; without it c = −ω, and nothing where the clip cuts."""
     data = columns(drawn, same_ref)
     logp, old, ref, advantage = data
     a_hat = advantage - beta * (logp - ref + (kind == "rkl"))
@@ -122,8 +123,11 @@ def test_dual_clip_is_algorithm_1(kind, level, same_ref, drawn, beta):
     near_tie = torch.stack([a_hat, w - (1 - EPS1), w - (1 + EPS2), w - C]).abs().min()
     assume(near_tie > 1e-9)  # max and min of equal numbers: autograd's choice is arbitrary there
     expected = reference_gradients(algorithm_1, kind, data, beta)
-    got = ours(kind, "differentiable", clip.DualClip(EPS1, EPS2, C), data, beta, level, same_ref)
+    how = ("differentiable", clip.DualClip(EPS1, EPS2, C), data, beta, level, same_ref)
+    got = ours(kind, *how, through_advantage=True)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    inside = torch.where(a_hat >= 0, w < 1 + EPS2, (w > 1 - EPS1) & (w < C))
+    torch.testing.assert_close(ours(kind, *how), -w * a_hat * inside, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("same_ref", [True, False], ids=["ref=old", "ref≠old"])
@@ -148,7 +152,8 @@ def test_algorithm_1_loss_value_and_its_leak(kind):
     """The loss itself, also exactly on a bound; and what the paper lets through on cut samples: β·(the bound)."""
     logp, old = f64([-1.0, -1.0, -1.0, -1.0]), f64([-2.0, -0.5, -3.5, -1.1])
     advantage, beta = f64([1.0, -1.0, -1.0, 0.5]), 0.1
-    loss = PolicyLoss(kind, beta, "differentiable", clip.DualClip(EPS1, EPS2, C), reduction="none")
+    rule = clip.DualClip(EPS1, EPS2, C)
+    loss = PolicyLoss(kind, beta, "differentiable", rule, reduction="none", through_advantage=True)
     got = loss(logp[:, None], old[:, None], advantage, torch.ones(4, 1)).loss[:, 0]
     expected = [algorithm_1(kind, *x, beta) for x in zip(logp, old, old, advantage, strict=True)]
     torch.testing.assert_close(got, torch.stack(expected))
@@ -314,7 +319,68 @@ def test_the_kl_inside_a_truncating_rule_sees_the_truncated_ratio():
         c = gradient(loss, logp, logp - log_w, a, torch.ones(1, 2), ref_logp=logp - log_u)
         held = f64([[1.28, 0.8]])
         kl_ratio = log_w.exp() if inside is False else held
-        torch.testing.assert_close(c, -(held * 2.0 - beta * kl_ratio * (log_u + 1)))
+        kl_log_u = log_u + kl_ratio.log() - log_w
+        torch.testing.assert_close(c, -(held * 2.0 - beta * kl_ratio * (kl_log_u + 1)))
+
+
+def test_hard_truncation_is_remark_f_2():
+    """w̄ stands for w in log w too: ω̄ = w̄(A − β·log w̄), here 1.28·(0.2 − 0.5·log 1.28)."""
+    loss = PolicyLoss("urkl", 0.5, "reinforce", clip.Truncate(0.2, 0.28), reduction="none")
+    c = gradient(loss, f64([[-0.5]]), f64([[-0.5 - math.log(6)]]), f64([0.2]), torch.ones(1, 1))
+    assert float(c) == pytest.approx(-0.098, abs=1e-3)
+
+
+# ---- TrustRegion: probabilities, not ratios --------------------------------------------------------------------------
+
+
+def coins(p, q):
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+MEASURED = {"tv": lambda p, q: abs(p - q), "kl": coins, "kl-reverse": lambda p, q: coins(q, p)}
+
+
+@pytest.mark.parametrize("measure", MEASURED)
+def test_a_trust_region_cuts_what_is_outside_and_moves_away(measure):
+    p, q, a = f64([0.1, 0.1, 0.5, 0.5, 0.5, 0.9, 0.9, 1e-3]), f64([0.4, 0.4, 0.2, 0.2, 0.55, 0.95, 0.5, 0.1]), 1.0
+    sign = f64([1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0, 1.0])
+    rule = clip.TrustRegion(0.12, measure)
+    distance = [MEASURED[measure](x, y) for x, y in zip(p.tolist(), q.tolist(), strict=True)]
+    away = [(y > x) == (s > 0) for x, y, s in zip(p.tolist(), q.tolist(), sign.tolist(), strict=True)]
+    kept = [not (d > 0.12 and out) for d, out in zip(distance, away, strict=True)]
+    seen = clip.Seen(p.log())
+    torch.testing.assert_close(rule.distance(q / p, seen), f64(distance))
+    assert rule.keep(q / p, sign, seen).tolist() == kept
+    assert {True, False} == set(kept)
+    below, above = rule.outside(q / p, sign, seen)
+    assert below.tolist() == [not k and s < 0 for k, s in zip(kept, sign.tolist(), strict=True)]
+    assert above.tolist() == [not k and s > 0 for k, s in zip(kept, sign.tolist(), strict=True)]
+    for estimator in ("reinforce", "differentiable"):
+        loss = PolicyLoss("none", 0, estimator, rule, reduction="none")
+        c = gradient(loss, q.log()[:, None], p.log()[:, None], a * sign, torch.ones(8, 1))[:, 0]
+        torch.testing.assert_close(c, -sign * q / p * f64(kept))
+    assert rule.keep(f64([1.0]), f64([1.0]), clip.Seen(f64([0.0]))).tolist() == [True]  # a certain token
+
+
+def test_a_trust_region_of_the_whole_vocabulary():
+    """KL_t ≤ δ on the state's own distribution, which the call is given."""
+    logits, old_logits = f64([[[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]]]), f64([[[0.0, 1.0, 1.9], [0.0, 0.0, 2.0]]])
+    logp, old = (x.log_softmax(-1)[..., 0] for x in (logits, old_logits))
+    state_kl = vocabulary_kl(old_logits, logits)
+    loss = PolicyLoss("none", 0, "differentiable", clip.TrustRegion(0.05, "state-kl"), reduction="none")
+    c = gradient(loss, logp, old, f64([1.0]), torch.ones(1, 2), state_kl=state_kl)
+    assert (float(c[0, 1]), state_kl[0, 1] > 0.05, logp[0, 1] > old[0, 1]) == (0.0, True, True)
+    assert float(c[0, 0]) == pytest.approx(-float((logp - old).exp()[0, 0]))
+    with pytest.raises(ValueError, match="state_kl is needed"):
+        loss(logp, old, f64([1.0]), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="old log-probabilities"):
+        clip.TrustRegion().keep(f64([1.0]), f64([1.0]))
+
+
+def test_soft_weight_is_vespo():
+    w, a = f64([0.2, 1.0, 3.0, 0.2, 1.0, 3.0]), f64([1.0, 0.0, 1.0, -1.0, -1.0, -1.0])
+    expected = [x**k * math.exp(r * (1 - x)) for k, r in ((2, 3), (3, 2)) for x in (0.2, 1.0, 3.0)]
+    torch.testing.assert_close(clip.SoftWeight().weight(w, a), f64(expected))
 
 
 # ---- KL3: level sets of a divergence ---------------------------------------------------------------------------------

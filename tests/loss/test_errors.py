@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import rpg
-from rpg import PolicyLoss, clip, vocabulary_kl
+from rpg import PolicyLoss, clip, gates, vocabulary_kl
 from rpg.loss.mismatch import TIS, Mismatch
 
 B, T = 3, 4
 NAMES = ("logp", "old_logp", "advantages", "mask")
+PRINTED = {"through_advantage": True, "estimator": "differentiable", "clip": clip.DualClip()}
 
 
 def batch(**changes):
@@ -39,7 +40,8 @@ def refuse(names, loss=PolicyLoss(), kind=ValueError, **changes):  # noqa: B008
 
 @pytest.mark.parametrize("shape", [(B,), (T,), (B, T, 1), (B, T + 1), (B + 1, T), (1, T), (B, 1), ()])
 @pytest.mark.parametrize(
-    "name", ["old_logp", "mask", "ref_logp", "rollout_logp", "exact_kl", "entropy", "keep", "score_sq"]
+    "name",
+    ["old_logp", "mask", "ref_logp", "rollout_logp", "exact_kl", "entropy", "keep", "score_sq", "chosen", "state_kl"],
 )
 def test_wrong_shapes(name, shape):
     loss = PolicyLoss(control_variate=name == "score_sq")
@@ -209,10 +211,19 @@ def test_a_control_variate_whose_mean_would_not_be_zero():
         ({"kl_in_clip": True, "clip": clip.LogBox()}, "kl_in_clip"),
         ({"kl_in_clip": True, "clip": clip.Sigmoid()}, "kl_in_clip"),
         ({"kl_in_clip": True, "clip": clip.Box(), "kl_to_go": True}, "kl_in_clip"),
-        (
-            {"kl_in_clip": True, "divergence": "fkl", "estimator": "differentiable", "clip": clip.DualClip()},
-            "kl_in_clip",
-        ),
+        ({"through_advantage": True, "clip": clip.DualClip()}, "through_advantage"),
+        ({"through_advantage": True, "estimator": "differentiable"}, "through_advantage"),
+        ({**PRINTED, "divergence": "fkl", "kl_in_clip": True}, "through_advantage"),
+        ({**PRINTED, "kl_in_clip": False}, "through_advantage"),
+        ({"token_clip": clip.Box(), "divergence": "none", "estimator": "differentiable"}, "token_clip level"),
+        ({"token_clip": clip.Box(), "divergence": "none", "level": "sequence-mean"}, "token_clip estimator"),
+        ({"token_clip": clip.Box(), "level": "sequence-mean", "estimator": "differentiable"}, "token_clip divergence"),
+        ({"token_clip": clip.TrustRegion(), "level": "sequence-mean"}, "token_clip"),
+        ({"length_weighted": True}, "length_weighted level"),
+        ({"gate": gates.KLCov(), "clip": clip.RPGClip()}, "KLCov kl_in_clip"),
+        ({"gate": gates.HighEntropy(), "level": "sequence"}, "gate level"),
+        ({"entropy_bonus": -0.1}, "entropy_bonus"),
+        ({"entropy_step": 0.0}, "entropy_step"),
     ],
     ids=str,
 )

@@ -11,8 +11,11 @@ from rpg import Advantage, PolicyLoss, clip
 from rpg.loss import registry
 
 RPG = [f"rpg-{style}{kind}" for style in ("", "reinforce-") for kind in ("fkl", "rkl", "ufkl", "urkl")]
+RPG += ["rpg-rkl-printed", "rpg-urkl-printed"]
 NAMES = [*RPG, "reinforce", "ppo", "grpo", "grpo-corrected", "dr-grpo", "dapo", "reinforce++", "reinforce++-baseline"]
 NAMES += ["rloo", "remax", "gpg", "gspo", "cispo", "cpgd", "pmd-mean", "atr-grpo", "capo", "topr", "sapo"]
+NAMES += ["dppo-tv", "dppo-kl", "gmpo", "luspo", "vespo", "clip-cov", "kl-cov", "high-entropy", "skywork-or1"]
+GATED = {"clip-cov", "kl-cov", "high-entropy"}
 DRIFTS = (0.0, 1e-4, 0.1, 0.4, 1.5, 2.5)  # from on-policy to far beyond every bound
 
 
@@ -26,8 +29,8 @@ class Batch:
             return torch.randn(*shape, generator=g, dtype=torch.float64)
 
         drift = torch.tensor(DRIFTS, dtype=torch.float64).repeat(rows // len(DRIFTS))[:, None]
-        self.logp = -randn(rows, columns).abs() - 0.05
-        self.old = self.logp - drift * randn(rows, columns)
+        self.logp = -2 * randn(rows, columns).abs() - 0.05
+        self.old = (self.logp - drift * randn(rows, columns)).clamp(max=-0.01)
         self.ref = self.logp - 0.3 * randn(rows, columns)
         self.a = randn(rows)
         self.mask = torch.arange(columns) < torch.randint(1, columns + 1, (rows, 1), generator=g)
@@ -58,15 +61,17 @@ def expected(name, b):
 
     ppo = -a * w * within(w, a, 0.8, 1.2)
     if name.startswith("rpg-"):
-        kind, beta = name.rpartition("-")[2], 1e-4
+        kind, beta = name.removesuffix("-printed").rpartition("-")[2], 1e-4
         if "reinforce" in name:  # Algorithm 2: ω, cut on the sign of ω/w
             omega = w * a + beta * {"fkl": v, "ufkl": v - w, "rkl": -w * (log_u + 1), "urkl": -w * log_u}[kind]
             return -omega * within(w, omega / w, 0.8, 1.28, 10.0) * token_mean
         if kind in ("fkl", "ufkl"):  # dual clip of the reward term, the KL term beside it
             return (-a * w * within(w, a, 0.8, 1.28, 10.0) + beta * (w - v if kind == "ufkl" else -v)) * token_mean
-        a_hat = a - beta * (log_u + (kind == "rkl"))  # Algorithm 1: −f·Â, differentiated through f and Â
-        bounded = torch.where(a_hat >= 0, w.clamp(max=1.28), w.clamp(0.8, 10.0))
-        return (-a_hat * w * within(w, a_hat, 0.8, 1.28, 10.0) + beta * bounded) * token_mean
+        a_hat = a - beta * (log_u + (kind == "rkl"))
+        c = -a_hat * w * within(w, a_hat, 0.8, 1.28, 10.0)
+        if name.endswith("printed"):  # Algorithm 1: −f·Â, differentiated through f and Â
+            c = c + beta * torch.where(a_hat >= 0, w.clamp(max=1.28), w.clamp(0.8, 10.0))
+        return c * token_mean
     return {
         "reinforce": lambda: -a * token_mean,
         "ppo": lambda: ppo * token_mean,
@@ -88,6 +93,17 @@ def expected(name, b):
         "atr-grpo": lambda: -a * w * within(w, a, *level_set(0.05)) * per_response,
         "capo": lambda: ppo * per_response,
         "topr": lambda: -a * torch.where(a >= 0, 1.0, log_sequence.exp().clamp(max=1.0)) * mask / sequences,
+        "dppo-tv": lambda: -a * w * near(w, b, a, "tv") * mask / (sequences * 3000),
+        "dppo-kl": lambda: -a * w * near(w, b, a, "kl") * mask / (sequences * 3000),
+        "gmpo": lambda: -a * (gm := geometric(log_w, a, length))[0] * gm[1] * mask / length / sequences,
+        "luspo": lambda: (
+            -a * (s := (log_sequence / length).exp()) * within(s, a, 1 - 3e-4, 1 + 4e-4) * mask / sequences
+        ),
+        "vespo": lambda: -a * soft(log_sequence.exp(), a) * token_mean,
+        "clip-cov": lambda: ppo * chosen(b) * token_mean,
+        "kl-cov": lambda: (-a * w + chosen(b) * log_w.sign()) * token_mean,
+        "high-entropy": lambda: -a * w * within(w, a, 0.8, 1.28) * chosen(b) * token_mean,
+        "skywork-or1": lambda: ppo * token_mean,
         "sapo": lambda: -a * sapo_slope(w, 1.0 + 0.05 * (a <= 0).double()) * per_response,
     }[name]()
 
@@ -104,13 +120,37 @@ def level_set(delta):
     return solve(1.0, 1e-9), solve(1.0, 50.0)
 
 
+def near(w, b, a, measure):
+    """1 unless the coin of the token has moved too far, and moves on."""
+    p, q = b.old.exp(), b.logp.exp()
+    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    far = (p - q).abs() > 0.15 if measure == "tv" else kl > 0.05
+    return 1 - (far & torch.where(a >= 0, w > 1, w < 1)).double()
+
+
+def geometric(log_w, a, length):
+    """GMPO: the geometric mean of the bounded ratios, and which tokens are within their bound."""
+    inside = torch.where(a >= 0, log_w < 0.4, log_w > -0.4)
+    held = torch.where(a >= 0, log_w.clamp(max=0.4), log_w.clamp(min=-0.4))
+    return (held.sum(-1, keepdim=True) / length).exp(), inside.double()
+
+
+def soft(w, a):
+    return torch.where(a >= 0, w**2 * (3 * (1 - w)).exp(), w**3 * (2 * (1 - w)).exp())
+
+
+def chosen(b):
+    """A choice of tokens, such as a gate would make."""
+    return (torch.arange(7) % 3 > 0).expand_as(b.mask)
+
+
 def sapo_slope(w, tau):
     """d/d log w of (4/τ)·sigmoid(τ(w − 1))."""
     e = torch.exp(-tau * (w - 1))
     return 4 * w * e / (1 + e) ** 2
 
 
-OLD_ONLY = ("cpgd", "pmd-mean")  # published with the sampling policy as the anchor
+OLD_ONLY = ("cpgd", "pmd-mean", "kl-cov")  # published with the sampling policy as the anchor
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,6 +161,7 @@ def test_coefficients(name, seed):
         b.ref = b.old
     want = expected(name, b)
     keep = {"keep": torch.ones_like(b.mask)} if name == "capo" else {}
+    keep |= {"chosen": chosen(b)} if name in GATED else {}
     got = gradient(rpg.algorithm(name).loss, *b.args(), ref_logp=None if name in OLD_ONLY else b.ref, **keep)
     torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-13)
     assert (got[~b.mask] == 0).all()
@@ -134,7 +175,7 @@ def test_the_plain_form_has_the_gradient_of_the_row(name):
         rows = b.mask.any(-1)
         if name in OLD_ONLY:
             b.ref = b.old
-        keep = {"keep": (torch.arange(7) % 3 > 0).expand_as(b.mask)} if name == "capo" else {}
+        keep = {"keep": chosen(b)} if name == "capo" else {"chosen": chosen(b)} if name in GATED else {}
         want = gradient(rpg.algorithm(name).loss, *b.args(), ref_logp=None if name in OLD_ONLY else b.ref, **keep)
         logp = b.logp[rows].requires_grad_()
         gates = {key: value[rows] for key, value in keep.items()}
@@ -189,7 +230,8 @@ def advantage_by_hand(name):
     def white(x):
         return [(y - statistics.fmean(x)) / (statistics.stdev(x) + 1e-8) for y in x]
 
-    if name in ("grpo", "grpo-corrected", "dapo", "gspo", "cispo", "atr-grpo", "capo", "sapo"):
+    by_group = ("grpo", "grpo-corrected", "dapo", "gspo", "cispo", "atr-grpo", "capo", "sapo", "gmpo", "luspo", "vespo")
+    if name in by_group or name in {*GATED, "skywork-or1"}:
         return by_std
     if name in ("rloo", "pmd-mean"):
         return [x * len(of[g]) / (len(of[g]) - 1) for x, g in zip(centred, GROUPS, strict=True)]
@@ -256,7 +298,8 @@ def test_what_the_loop_must_do_around_them():
         made = (rpg.algorithm(n) for n in NAMES)
         return {m.name for m in made if all(getattr(m, k) == v for k, v in wanted.items())}
 
-    assert having(dynamic_sampling=True) == having(overlong_penalty=True) == {*RPG, "dapo"}
+    assert having(overlong_penalty=True) == {*RPG, "dapo", "high-entropy"}
+    assert having(dynamic_sampling=True) == {*RPG, "dapo", "high-entropy", "skywork-or1"}
     assert having(curvature_gate=True) == {"capo"}
     assert having(reference="initial") == {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
     assert having(reference="old") == set(NAMES) - having(reference="initial")

@@ -198,8 +198,9 @@ def test_gradient_share(divergence, level, seed):
         kl = reward = 0.0
         for w, u, a in b.samples(level):
 
-            def part(w, u=u, v=w / u):
-                log_u = math.log(u)
+            def part(w, v=w / u):
+                log_u = math.log(w / v)
+                u = w / v
                 exact = {"fkl": v, "ufkl": v - w, "rkl": -w * (log_u + 1), "urkl": -w * log_u}
                 return (exact | {"k1": -1, "k2": -log_u, "k3": 1 / u - 1})[divergence]
 
@@ -232,7 +233,8 @@ def test_gradient_share_of_a_small_beta_in_float32():
 @pytest.mark.parametrize("divergence", ["rkl", "urkl"])
 def test_gradient_share_of_algorithm_1_counts_what_flows_through_the_advantage(divergence):
     b = Batch(1, rubbish=0.0)
-    loss = PolicyLoss(divergence, 0.3, "differentiable", clip.DualClip(), reduction="none")
+    rule = clip.DualClip()
+    loss = PolicyLoss(divergence, 0.3, "differentiable", rule, reduction="none", through_advantage=True)
     logp = b.logp.clone().requires_grad_()
     out = loss(logp, b.old, b.a, b.mask, ref_logp=b.ref)
     (c,) = torch.autograd.grad(out.loss.sum(), logp)

@@ -72,7 +72,7 @@ def gradient(loss, logp, *args, **kwargs):
 def test_every_rule_on_every_preset(method, name):
     """A rule that names no level takes the loss's: per token, or the product over the response."""
     logp, old, a, mask, ref, rollout = batch(3)
-    plain = rpg.algorithm(method, needs=()).loss
+    plain = rpg.algorithm(method, needs=(), gate=None).loss
     loss = plain.replace(mismatch=RULES[name])
     args = (logp, old, a, mask, ref)
     got = gradient(loss, *args, rollout_logp=rollout)

@@ -83,25 +83,27 @@ def omega_of_kl(divergence, w, v, log_u):
         "rkl": -w * (log_u + 1),
         "urkl": -w * log_u,
         "k1": -1.0,
+        "abs": -math.copysign(1.0, log_u),
         "k2": -log_u,
         "k3": math.exp(-log_u) - 1,
     }[divergence]
 
 
-def textbook(name, divergence, estimator, inside, a, w, v, log_u):
+def textbook(name, divergence, inside, printed, a, w, v, log_u):
     """d loss / d log π of one token."""
     kl = BETA * omega_of_kl(divergence, w, v, log_u)
     low, high = LIMITS[name][a < 0]
     if name in TRUNCATING:
         held = min(max(w, low), high)
-        return -held * a - (BETA * omega_of_kl(divergence, held, v, log_u) if inside else kl)
+        held_log_u = log_u + math.log(held / w)
+        return -held * a - (BETA * omega_of_kl(divergence, held, v, held_log_u) if inside else kl)
     if not inside:
         gate = 1 / (1 + math.exp(-(1.0 if a > 0 else 1.5) * (w - 1)))
         weight = {"log-box": 1.0, "sigmoid": 4 * gate * (1 - gate) * w}.get(name, w)
         return -a * weight * (low < w < high) - kl
     regularised = a + kl / w
     low, high = LIMITS[name][regularised < 0]
-    if estimator == "reinforce" or name == "rpg":  # RPG Algorithm 2
+    if not printed:  # the whole sample
         return -(w * a + kl) if low < w < high else 0.0
     # Algorithm 1: −bound·Â beyond a limit, −w·Â inside, and Â = A − β·log u (− β for rkl) has the derivative −β itself
     return BETA * min(max(w, low), high) - (w * regularised if low < w < high else 0.0)
@@ -121,18 +123,21 @@ def test_coefficients_are_the_textbook_ones(name, estimator):
             PolicyLoss("none", 0.0, estimator, RULES[name])
         return
     logp, old, ref, mask, a = batch()
-    for divergence in ("none", *EXACT, "k1", "k2", "k3"):
+    for divergence in ("none", *EXACT, "k1", "abs", "k2", "k3"):
         published = kl_is_inside(name, divergence, estimator)
-        for kl_in_clip in {None, False, published}:
-            loss = PolicyLoss(divergence, BETA, estimator, RULES[name], reduction="none", kl_in_clip=kl_in_clip)
+        possible = name not in ("none", "log-box", "sigmoid") and divergence in EXACT
+        printable = published and estimator == "differentiable" and divergence in ("rkl", "urkl")
+        for kl_in_clip, printed in {(None, False), (False, False), (possible, False), (published, printable)}:
+            options = {"kl_in_clip": kl_in_clip, "through_advantage": printed}
+            loss = PolicyLoss(divergence, BETA, estimator, RULES[name], reduction="none", **options)
             assert loss.kl_inside == (published if kl_in_clip is None else kl_in_clip)
             got, expected = gradient(loss, logp, old, a, mask, ref), torch.zeros_like(logp)
             for i, t in mask.nonzero().tolist():
                 log_w, log_v = float((logp - old)[i, t]), float((ref - old)[i, t])
                 numbers = (float(a[i, t]), math.exp(log_w), math.exp(log_v), log_w - log_v)
-                expected[i, t] = textbook(name, divergence, estimator, loss.kl_inside, *numbers)
+                expected[i, t] = textbook(name, divergence, loss.kl_inside, printed, *numbers)
             torch.testing.assert_close(got, expected, rtol=1e-4 if name == "kl3" else 1e-11, atol=1e-11)
-        if not published:
+        if not possible:
             with pytest.raises(ValueError, match="kl_in_clip"):
                 PolicyLoss(divergence, BETA, estimator, RULES[name], kl_in_clip=True)
 
@@ -271,14 +276,15 @@ def test_the_control_variate_is_fitted_to_the_coefficients(name, estimator):
         close(got, plain + c.unsqueeze(-1) * w)
 
 
-def test_the_control_variate_is_zero_where_the_others_weigh_nothing():
-    """Others of a millionth of the weight would be a difference of rounding errors."""
+def test_the_control_variate_of_a_sequence_depends_on_the_others_alone():
+    """However light they are beside it: a guard that looks at its own weight would be a bias."""
     old, mask, a = torch.zeros(2, 1, dtype=torch.float64), torch.ones(2, 1), tensor(3e-3, 5e-3)
     loss = PolicyLoss("none", 0.0, reduction="none", control_variate=True)
-    cases = [([0.0, 8.0], (1, 0)), ([0.0, -9.0], (0, 1)), ([-9.0, -9.5], (1, 1)), ([1.0, 6.5], (1, 1))]
-    for log_w, fitted in cases:  # of two responses each one's baseline is the other's advantage
+    for log_w in ([0.0, 8.0], [0.0, -9.0], [-9.0, -9.5], [1.0, 18.0], [-18.0, 18.0]):
         got = gradient(loss, tensor(*log_w).unsqueeze(-1), old, a, mask).squeeze(-1)
-        close(got, -tensor(*log_w).exp() * (a - a.flip(0) * tensor(*fitted)))
+        close(got, -tensor(*log_w).exp() * (a - a.flip(0)))  # of two responses each one's c is the other's advantage
+    alone = gradient(loss, tensor([0.5]), old[:1], a[:1], mask[:1])
+    close(alone, -tensor([0.5]).exp() * a[0])
 
 
 def test_denominators_at_their_guards():

@@ -93,7 +93,7 @@ def sound(loss, per_token=False):
 
 @pytest.mark.parametrize("name", rpg.algorithms())
 def test_every_preset(name):
-    loss = rpg.algorithm(name, needs=()).loss
+    loss = rpg.algorithm(name, needs=(), gate=None).loss
     sound(loss)
     if loss.level == "token":
         sound(loss, per_token=True)
@@ -137,7 +137,7 @@ def test_mismatch(rule):
 @pytest.mark.parametrize("name", rpg.algorithms())
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 5), (5, 1)])
 def test_small_batches(name, rows, columns):
-    loss = rpg.algorithm(name, needs=()).loss
+    loss = rpg.algorithm(name, needs=(), gate=None).loss
     logp = torch.full((rows, columns), -1.0).requires_grad_()
     out = loss(logp, logp.detach() - 0.1, torch.ones(rows), torch.ones(rows, columns))
     out.loss.backward()
@@ -231,7 +231,7 @@ def test_half_precision_is_computed_in_float32():
     old, ref = logp - torch.randn(4, 8, generator=g).bfloat16(), logp - torch.randn(4, 8, generator=g).bfloat16()
     a, mask = torch.randn(4, generator=g), torch.ones(4, 8)
     for name in rpg.algorithms():
-        loss = rpg.algorithm(name, needs=()).loss
+        loss = rpg.algorithm(name, needs=(), gate=None).loss
         half = logp.clone().requires_grad_()
         full = logp.float().requires_grad_()
         got = loss(half, old, a.bfloat16(), mask.bfloat16(), ref_logp=ref).loss
@@ -247,7 +247,7 @@ def test_half_precision_is_computed_in_float32():
 
 @pytest.mark.parametrize("name", rpg.algorithms())
 def test_an_all_masked_batch(name):
-    loss = rpg.algorithm(name, needs=()).loss
+    loss = rpg.algorithm(name, needs=(), gate=None).loss
     for rubbish in (0.0, NAN, -INF, 1e30):
         logp = torch.full((2, 3), rubbish).requires_grad_()
         args = (logp, torch.full((2, 3), rubbish), torch.full((2,), rubbish), torch.zeros(2, 3))
@@ -293,7 +293,7 @@ def test_an_empty_row_changes_nothing_but_the_counts():
     mask[2] = 0
     keep = [0, 1, 3]
     for name in rpg.algorithms():
-        loss = rpg.algorithm(name, needs=()).loss
+        loss = rpg.algorithm(name, needs=(), gate=None).loss
         a[2] = NAN
         with_row = loss(logp, old, a, mask, ref_logp=ref)
         without = loss(logp[keep], old[keep], a[keep], mask[keep], ref_logp=ref[keep])

@@ -250,7 +250,7 @@ def test_an_adaptive_clip_is_fitted_on_the_whole_minibatch(level, tmp_path):
     data = make_data(policy)
     run = make_run(policy, tmp_path, algorithm, micro_tokens=25)
     micro = [(index, data.rows(index)) for index in micro_batches(data, 25)]
-    fitted = run._fitted(micro).clip.bounds()
+    fitted = run._fitted(data, micro)[0].clip.bounds()
     log_w = batch_logp(policy, data, 1000) - data.old_logp_BT
     if level == "token":
         whole = rule.fit(log_w, data.mask_BT)

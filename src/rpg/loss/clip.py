@@ -3,12 +3,15 @@
 A clip is four numbers and an action. The numbers are the limits of the ratio w for samples whose advantage is positive
 and for those whose advantage is negative; the action says what happens beyond them:
 
-* ``cut``: the sample's gradient is zero (Box, DualClip, RPGClip, KL3, Adaptive);
+* ``cut``: the sample's gradient is zero (Box, DualClip, RPGClip, KL3, TrustRegion, Adaptive);
 * ``truncate``: its weight is held at the limit, its gradient stays (Truncate, Unweighted, Taper).
 
+A rule sees the ratio, the advantage and the probabilities behind them (``Seen``). TrustRegion has a measure of these in
+place of limits of the ratio.
+
 Every rule answers ``surrogate`` (the function of w that multiplies −A in a differentiable loss) and ``weight`` (what
-multiplies A in front of ∇log π), and weight = d surrogate / d log w. Two rules change the function itself: LogBox uses
-log w in place of w, Sigmoid a smooth gate.
+multiplies A in front of ∇log π), and weight = d surrogate / d log w. Three rules change the function itself: LogBox
+uses log w in place of w, Sigmoid a smooth gate, SoftWeight a gate that falls to zero on both sides.
 """
 
 from __future__ import annotations
@@ -30,12 +33,20 @@ class Limits(NamedTuple):
     negative: tuple[float, float]
 
 
+class Seen(NamedTuple):
+    """What a rule may look at beside the ratio and the advantage, in the ratio's shape. log π = log old + log w."""
+
+    old_logp: Tensor  # of the sampled token; at sequence levels of the response
+    state_kl: Tensor | None = None  # KL(old‖π) over the vocabulary, where the call was given it
+
+
 class Clip:
     """The base of every rule: limits by sign of the advantage, and an action beyond them."""
 
     action: ClassVar[str] = "cut"
     holds_kl: ClassVar[bool] = True  # may the KL term stand inside this rule?
-    whole_sample: ClassVar[bool] = False  # differentiable: cut KL and reward together, instead of max/min
+    looks: ClassVar[tuple[str, ...]] = ()  # at which parts of ``Seen``, without which it cannot decide
+    whole_sample: ClassVar[bool] = False  # is the KL term inside this rule, whatever the divergence?
 
     def limits(self) -> Limits:
         raise NotImplementedError
@@ -49,12 +60,12 @@ class Clip:
         """The rule for these ratios; only Adaptive depends on them."""
         return self
 
-    def keep(self, w: Tensor, advantage: Tensor) -> Tensor:
+    def keep(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
         """Strictly inside the limits of its sign."""
         positive, negative = (_inside(w, *limits) for limits in self.limits())
         return torch.where(advantage >= 0, positive, negative)
 
-    def outside(self, w: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    def outside(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
         """(below, above): which samples have reached the limits of their sign or, truncated, have passed them."""
         (low_p, high_p), (low_n, high_n) = self.limits()
         positive = advantage >= 0
@@ -62,17 +73,17 @@ class Clip:
             return torch.where(positive, w < low_p, w < low_n), torch.where(positive, w > high_p, w > high_n)
         return torch.where(positive, w <= low_p, w <= low_n), torch.where(positive, w >= high_p, w >= high_n)
 
-    def clamp(self, w: Tensor, advantage: Tensor) -> Tensor:
+    def clamp(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
         positive, negative = (w.clamp(*limits) for limits in self.limits())
         return torch.where(advantage >= 0, positive, negative)
 
-    def surrogate(self, w: Tensor, advantage: Tensor) -> Tensor:
+    def surrogate(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
         if self.action == "truncate":
             raise TypeError(f"{type(self).__name__} has no differentiable form; use estimator='reinforce'")
-        return torch.where(self.keep(w, advantage), w, self.clamp(w, advantage).detach())
+        return torch.where(self.keep(w, advantage, seen), w, self.clamp(w, advantage, seen).detach())
 
-    def weight(self, w: Tensor, advantage: Tensor) -> Tensor:
-        return w * self.keep(w, advantage) if self.action == "cut" else self.clamp(w, advantage)
+    def weight(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
+        return w * self.keep(w, advantage, seen) if self.action == "cut" else self.clamp(w, advantage, seen)
 
 
 def _inside(w: Tensor, low: float, high: float) -> Tensor:
@@ -115,11 +126,7 @@ class Box(Clip):
 
 @dataclass(frozen=True)
 class DualClip(Clip):
-    """Box, and a negative sample is also cut once w ≥ c (Ye et al. 2020; RPG Algorithm 1).
-
-    With the KL term inside and the differentiable estimator this is the paper's Algorithm 1 to the letter: the gradient
-    flows through the regularised advantage, which adds a zero-mean β·w and leaks a KL gradient on cut samples.
-    """
+    """Box, and a negative sample is also cut once w ≥ c (Ye et al. 2020; RPG Algorithm 1)."""
 
     low: float | None = 0.2
     high: float | None = 0.28
@@ -180,6 +187,68 @@ class KL3(Clip):
             if self.form == "k3-inverse":
                 low, high = 1 / high, 1 / low
         return Limits((0.0, high), (low, INF if self.c is None else self.c))
+
+
+MEASURES = ("tv", "kl", "kl-reverse", "state-kl")
+
+
+@dataclass(frozen=True)
+class TrustRegion(Clip):
+    """Samples are allowed where the policy has moved little, measured on the probabilities themselves.
+
+    A sample is cut when the measure exceeds ``delta`` and a step along its advantage would take π further away from
+    old: w > 1 for A ≥ 0, w < 1 for A < 0 (unified clipping, arXiv 2602.05494; DPPO, arXiv 2602.04879). With p = old
+    and q = π of the sampled token, all other tokens counted as one:
+
+    ``tv``: |p − q|;  ``kl``: KL(old‖π) = p·log(p/q) + (1−p)·log((1−p)/(1−q));  ``kl-reverse``: KL(π‖old);
+    ``state-kl``: KL(old‖π) over the whole vocabulary, which the call is given as ``state_kl``.
+    """
+
+    delta: float = 0.15
+    measure: str = "tv"
+
+    def __post_init__(self) -> None:
+        if not self.delta > 0:
+            raise ValueError(f"delta must be positive, the distance allowed; got {self.delta}")
+        if self.measure not in MEASURES:
+            raise ValueError(f"measure must be one of {', '.join(MEASURES)}; got {self.measure!r}")
+
+    @property
+    def looks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("state_kl",) if self.measure == "state-kl" else ("old_logp",)
+
+    def limits(self) -> Limits:
+        """None of the ratio."""
+        return Limits((0.0, INF), (0.0, INF))
+
+    def distance(self, w: Tensor, seen: Seen) -> Tensor:
+        if self.measure == "state-kl":
+            assert seen.state_kl is not None
+            return seen.state_kl
+        old, new = seen.old_logp.detach(), seen.old_logp.detach() + w.detach().log()
+        if self.measure == "tv":
+            return (old.exp() - new.exp()).abs()
+        return _binary_kl(old, new) if self.measure == "kl" else _binary_kl(new, old)
+
+    def _passed(self, w: Tensor, seen: Seen | None) -> Tensor:
+        if seen is None:
+            raise ValueError(f"{type(self).__name__} needs the old log-probabilities beside the ratio")
+        return self.distance(w, seen) > self.delta
+
+    def keep(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
+        below, above = self.outside(w, advantage, seen)
+        return ~(below | above)
+
+    def outside(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
+        passed, positive = self._passed(w, seen), advantage >= 0
+        return passed & ~positive & (w < 1), passed & positive & (w > 1)
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL between two coins of these log-probabilities; one that is certain is taken as almost so."""
+    log_p, log_q = log_p.clamp(max=-1e-6), log_q.clamp(max=-1e-6)
+    log_not_p, log_not_q = (-torch.expm1(log_p)).log(), (-torch.expm1(log_q)).log()
+    return log_p.exp() * (log_p - log_q) + log_not_p.exp() * (log_not_p - log_not_q)
 
 
 @dataclass(frozen=True)
@@ -279,11 +348,11 @@ class LogBox(Box):
 
     holds_kl: ClassVar[bool] = False
 
-    def surrogate(self, w: Tensor, advantage: Tensor) -> Tensor:
-        return torch.where(self.keep(w, advantage), w, self.clamp(w, advantage).detach()).log()
+    def surrogate(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
+        return torch.where(self.keep(w, advantage, seen), w, self.clamp(w, advantage, seen).detach()).log()
 
-    def weight(self, w: Tensor, advantage: Tensor) -> Tensor:
-        return self.keep(w, advantage).to(w.dtype)
+    def weight(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
+        return self.keep(w, advantage, seen).to(w.dtype)
 
 
 @dataclass(frozen=True)
@@ -305,13 +374,39 @@ class Sigmoid(Clip):
         negative = (advantage <= 0).to(advantage.dtype)
         return self.tau_positive + (self.tau_negative - self.tau_positive) * negative
 
-    def surrogate(self, w: Tensor, advantage: Tensor) -> Tensor:
+    def surrogate(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
         tau = self._tau(advantage)
         return torch.sigmoid(tau * (w - 1)) * 4 / tau
 
-    def weight(self, w: Tensor, advantage: Tensor) -> Tensor:
+    def weight(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
         gate = torch.sigmoid(self._tau(advantage) * (w - 1))
         return 4 * gate * (1 - gate) * w
+
+
+@dataclass(frozen=True)
+class SoftWeight(Clip):
+    """VESPO: the weight w^k·e^{λ(1−w)} in place of w, 1 at w = 1 and falling to 0 on both sides (arXiv 2602.10693)."""
+
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+    action: ClassVar[str] = "truncate"
+    holds_kl: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        values = (self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative)
+        if not min(values) > 0:
+            raise ValueError(f"k and lambda must be positive; got {', '.join(map(str, values))}")
+
+    def limits(self) -> Limits:
+        return Limits((0.0, INF), (0.0, INF))
+
+    def weight(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
+        positive = advantage >= 0
+        k = torch.where(positive, self.k_positive, self.k_negative).to(w.dtype)
+        rate = torch.where(positive, self.lambda_positive, self.lambda_negative).to(w.dtype)
+        return (k * w.log() + rate * (1 - w)).exp()
 
 
 def lambert_w(x: float, branch: int) -> float:

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from . import clip
+from . import clip, gates
 from .advantages import Advantage
 from .policy_loss import PolicyLoss
 from .registry import Algorithm, Method, algorithm, algorithms, plain, preset, row
@@ -60,7 +60,7 @@ RPG = "arXiv 2505.17508"
 
 
 def rpg(loss: PolicyLoss) -> Algorithm:
-    """A = R − group mean, dynamic sampling, overlong penalty: the same for all eight."""
+    """A = R − group mean, dynamic sampling, overlong penalty: the same for all of them."""
     return row(loss, Advantage("group-mean"), dynamic_sampling=True, overlong_penalty=True)
 
 
@@ -78,14 +78,28 @@ def rpg_fkl_plain(logp, old, ref, A, mask):
 
 @preset("rpg-rkl", RPG)
 def rpg_rkl() -> Algorithm:
-    """−clip(w)·Â, dual-clipped, Â = A − β(log u + 1); differentiated through Â too (Algorithm 1): c = −w·Â + β·w."""
+    """−clip(w)·sg(Â), dual-clipped, Â = A − β(log u + 1); c = −w·Â = −ω inside the clip, 0 where it cuts."""
     return rpg(PolicyLoss("rkl", 1e-4, "differentiable", clip.DualClip(0.2, 0.28, c=10.0)))
 
 
 @plain("rpg-rkl")
 def rpg_rkl_plain(logp, old, ref, A, mask):
     w, log_u = (logp - old).exp(), logp - ref
-    A_hat = A - 1e-4 * (log_u + 1)  # Algorithm 1 to the letter: the gradient flows through it too
+    A_hat = A - 1e-4 * (log_u + 1)
+    return token_mean(dual_clip(w, A_hat.detach()), mask)
+
+
+@preset("rpg-rkl-printed", RPG)
+def rpg_rkl_printed() -> Algorithm:
+    """Algorithm 1 to the letter: rpg-rkl differentiated through Â too; c = −w·Â + β·w inside the clip."""
+    loss = rpg_rkl().loss
+    return rpg(loss.replace(through_advantage=True))
+
+
+@plain("rpg-rkl-printed")
+def rpg_rkl_printed_plain(logp, old, ref, A, mask):
+    w, log_u = (logp - old).exp(), logp - ref
+    A_hat = A - 1e-4 * (log_u + 1)  # the gradient flows through it too
     return token_mean(dual_clip(w, A_hat), mask)
 
 
@@ -103,14 +117,28 @@ def rpg_ufkl_plain(logp, old, ref, A, mask):
 
 @preset("rpg-urkl", RPG)
 def rpg_urkl() -> Algorithm:
-    """−clip(w)·Â, dual-clipped, Â = A − β·log u; differentiated through Â too (Algorithm 1): c = −w·Â + β·w."""
+    """−clip(w)·sg(Â), dual-clipped, Â = A − β·log u; c = −w·Â = −ω inside the clip, 0 where it cuts."""
     return rpg(PolicyLoss("urkl", 1e-4, "differentiable", clip.DualClip(0.2, 0.28, c=10.0)))
 
 
 @plain("rpg-urkl")
 def rpg_urkl_plain(logp, old, ref, A, mask):
     w, log_u = (logp - old).exp(), logp - ref
-    A_hat = A - 1e-4 * log_u  # Algorithm 1 to the letter: the gradient flows through it too
+    A_hat = A - 1e-4 * log_u
+    return token_mean(dual_clip(w, A_hat.detach()), mask)
+
+
+@preset("rpg-urkl-printed", RPG)
+def rpg_urkl_printed() -> Algorithm:
+    """Algorithm 1 to the letter: rpg-urkl differentiated through Â too; c = −w·Â + β·w inside the clip."""
+    loss = rpg_urkl().loss
+    return rpg(loss.replace(through_advantage=True))
+
+
+@plain("rpg-urkl-printed")
+def rpg_urkl_printed_plain(logp, old, ref, A, mask):
+    w, log_u = (logp - old).exp(), logp - ref
+    A_hat = A - 1e-4 * log_u  # the gradient flows through it too
     return token_mean(dual_clip(w, A_hat), mask)
 
 
@@ -418,3 +446,127 @@ def sapo() -> Algorithm:
 def sapo_plain(logp, old, ref, A, mask):
     r, tau = (logp - old).exp(), torch.where(A > 0, torch.ones_like(A), 1.05)
     return response_mean(-A * 4 / tau * torch.sigmoid(tau * (r - 1)), mask)
+
+
+@preset("dppo-tv", "arXiv 2602.04879")
+def dppo_tv() -> Algorithm:
+    """−r·A unless |π − old| > 0.15 and a step along A widens it; A = R − mean, constant denominator; c = −A·r·1{in}."""
+    rule = clip.TrustRegion(0.15, "tv")
+    loss = PolicyLoss("none", 0, "differentiable", rule, reduction="constant", constant=3000)
+    return row(loss, Advantage("group-mean"))
+
+
+@plain("dppo-tv")
+def dppo_tv_plain(logp, old, ref, A, mask):
+    r, gain = (logp - old).exp(), logp.exp() - old.exp()
+    cut = torch.where(A >= 0, gain > 0.15, gain < -0.15)
+    return (-r * A * ~cut * mask).sum() / (len(mask) * 3000)
+
+
+@preset("dppo-kl", "arXiv 2602.04879")
+def dppo_kl() -> Algorithm:
+    """dppo-tv with the KL of two coins, KL(old‖π) of the token against all others, at most 0.05."""
+    return row(dppo_tv().loss.replace(clip=clip.TrustRegion(0.05, "kl")), Advantage("group-mean"))
+
+
+@plain("dppo-kl")
+def dppo_kl_plain(logp, old, ref, A, mask):
+    r, p, q = (logp - old).exp(), old.exp(), logp.exp()
+    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    cut = (kl > 0.05) & torch.where(A >= 0, q > p, q < p)
+    return (-r * A * ~cut * mask).sum() / (len(mask) * 3000)
+
+
+@preset("gmpo", "arXiv 2507.20673")
+def gmpo() -> Algorithm:
+    """−S·A, S = exp(mean_t log r) of token ratios clipped to e^±0.4 by the sign of A; c = −A·S·1{token in}/|y|."""
+    rule = clip.Box(low=-math.expm1(-0.4), high=math.expm1(0.4))
+    loss = PolicyLoss("none", 0, "differentiable", None, "sequence-mean", "seq-mean-token-sum", token_clip=rule)
+    return row(loss, Advantage("group-mean-std"))
+
+
+@plain("gmpo")
+def gmpo_plain(logp, old, ref, A, mask):
+    log_r = logp - old
+    clipped = torch.where(A >= 0, log_r.clamp(max=0.4), log_r.clamp(min=-0.4))
+    S = ((clipped * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).exp()
+    return (-S * A).mean()
+
+
+@preset("luspo", "arXiv 2602.05261")
+def luspo() -> Algorithm:
+    """GSPO's loss times |y|, so that a token counts the same in short and long responses; c = −A·S·1{in}."""
+    return row(gspo().loss.replace(length_weighted=True), Advantage("group-mean-std"))
+
+
+@plain("luspo")
+def luspo_plain(logp, old, ref, A, mask):
+    length = mask.sum(-1, keepdim=True)
+    S = (((logp - old) * mask).sum(-1, keepdim=True) / length).exp()
+    return (length * ppo_clip(S, A, 1 - 3e-4, 1 + 4e-4)).mean()
+
+
+@preset("vespo", "arXiv 2602.10693")
+def vespo() -> Algorithm:
+    """−sg(φ(W))·A·log π, φ = W^k·e^{λ(1−W)}, W = π/old of the response, (k, λ) = (2, 3) for A ≥ 0, else (3, 2)."""
+    return row(PolicyLoss("none", 0, "reinforce", clip.SoftWeight(), level="sequence"), Advantage("group-mean-std"))
+
+
+@plain("vespo")
+def vespo_plain(logp, old, ref, A, mask):
+    log_W = ((logp - old) * mask).sum(-1, keepdim=True).detach()
+    k, rate = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)
+    phi = (k * log_W + rate * (1 - log_W.exp())).exp()
+    return token_mean(-phi * A * logp, mask)
+
+
+@preset("clip-cov", "arXiv 2505.22617")
+def clip_cov() -> Algorithm:
+    """PPO-clip; a random 0.02 % of the tokens, of those with (A − mean)(log π − mean) in (1, 5), do not learn."""
+    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2), gate=gates.ClipCov(2e-4, 1.0, 5.0))
+    return row(loss, Advantage("group-mean-std"))
+
+
+@plain("clip-cov")
+def clip_cov_plain(logp, old, ref, A, mask, chosen):
+    r = (logp - old).exp()
+    return token_mean(ppo_clip(r, A, 0.8, 1.2) * chosen, mask)  # chosen, [B,T]: see gates.ClipCov
+
+
+@preset("kl-cov", "arXiv 2505.22617")
+def kl_cov() -> Algorithm:
+    """−r·A, and + |log r| on the 0.02 % of tokens with the largest (A − mean)(log π − mean); c = −A·r + sign(log r)."""
+    loss = PolicyLoss("abs", 1.0, "differentiable", None, gate=gates.KLCov(2e-4))
+    return row(loss, Advantage("group-mean-std"))
+
+
+@plain("kl-cov")
+def kl_cov_plain(logp, old, ref, A, mask, chosen):
+    log_r = logp - old
+    return token_mean(-log_r.exp() * A + chosen * log_r.abs(), mask)  # chosen, [B,T]: see gates.KLCov
+
+
+@preset("high-entropy", "arXiv 2506.01939")
+def high_entropy() -> Algorithm:
+    """DAPO; only the fifth of the tokens with the highest entropy learns; the denominator counts all tokens."""
+    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.28), gate=gates.HighEntropy(0.2))
+    return row(loss, Advantage("group-mean-std"), dynamic_sampling=True, overlong_penalty=True)
+
+
+@plain("high-entropy")
+def high_entropy_plain(logp, old, ref, A, mask, chosen):
+    r = (logp - old).exp()
+    return token_mean(ppo_clip(r, A, 0.8, 1.28) * chosen, mask)  # chosen, [B,T]: see gates.HighEntropy
+
+
+@preset("skywork-or1", "arXiv 2505.22312")
+def skywork_or1() -> Algorithm:
+    """PPO-clip − α·entropy, no KL, token mean; α moves by 0.005 a step to keep the entropy at 0.2 or above."""
+    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2), entropy_target=0.2, entropy_step=0.005)
+    return row(loss, Advantage("group-mean-std"), dynamic_sampling=True)
+
+
+@plain("skywork-or1")
+def skywork_or1_plain(logp, old, ref, A, mask, entropy=0.0, alpha=0.0):
+    r = (logp - old).exp()
+    return token_mean(ppo_clip(r, A, 0.8, 1.2) - alpha * entropy, mask)

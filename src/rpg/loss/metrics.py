@@ -61,7 +61,7 @@ def measure(
 
     # what is cut, and what drives the gradient
     if clip is not None:
-        below, above = clip.outside(w, terms.signed_advantage)
+        below, above = clip.outside(w, terms.signed_advantage, terms.seen)
         dual = above & (terms.signed_advantage < 0) if clip.action == "cut" else torch.zeros_like(above)
         out["clip/low"], out["clip/dual"] = _mean(below, valid), _mean(dual, valid)
         out["clip/high"] = _mean(above & ~dual, valid)

@@ -88,6 +88,12 @@ DIVERGENCES: dict[str, Divergence] = {
         weight=lambda r: -torch.ones_like(r.w),
         exact=False,
     ),
+    "abs": Divergence(
+        "mean of |log π/ref|, unweighted",
+        value=lambda r: r.log_u.abs(),
+        weight=lambda r: -r.log_u.sign(),
+        exact=False,
+    ),
     "k2": Divergence(
         "mean of (log π/ref)²/2, unweighted",
         value=lambda r: r.log_u.square() / 2,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..console import choose, one_of
-from .clip import Clip
+from .clip import Clip, Seen
+from .gates import Gate, Tokens
 from .inputs import Inputs, check_batch, check_shape
 from .metrics import measure
 from .mismatch import Mismatch, SequenceMask
@@ -37,6 +38,7 @@ class LossOutput:
 
 
 _WHY_NEEDED = {"ref_logp": "its KL is anchored elsewhere than at old", "keep": "see rpg.clip.curvature_keep"}
+ENTROPY_BONUS = (0.0, 1.0)  # between these a target moves it
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class PolicyLoss:
     reduction: ``token-mean``, ``seq-mean-token-mean``, ``seq-mean-token-sum``, ``constant`` (``constant`` tokens a
         sequence, Dr.GRPO) or ``none``. At the sequence levels a sequence's loss stands for the sum over its tokens.
     kl_in_clip: the KL term is cut with the reward term. None: as published, inside where the method defines it.
+    through_advantage: differentiate through Â = A − β·log u too, as RPG's Algorithm 1 prints it. It adds β·clip(w),
+        which has zero mean unclipped and a large variance.
+    token_clip: at the sequence levels: a rule that bounds each token's ratio before they are joined (GMPO).
+    length_weighted: at the sequence levels: a response's loss counts once for each of its tokens (LUSPO).
+    gate: a rule of ``rpg.gates`` that compares all tokens of an optimiser step.
+    entropy_bonus: α of −α·entropy in the loss; it needs the ``entropy`` of the call, with its gradient.
+    entropy_target: ``next_bonus`` raises α by ``entropy_step`` after a step below this entropy, and lowers it above.
     kl_to_go: rkl/urkl as a KL reward-to-go, exact for the sequence objective. It stands outside the clip.
     kl_ratio_cap: upper bound of w inside the KL term's weight (CPGD; reinforce only).
     constant: tokens per sequence for reduction='constant'.
@@ -68,6 +77,13 @@ class PolicyLoss:
     level: str = "token"
     reduction: str = "token-mean"
     kl_in_clip: bool | None = None
+    through_advantage: bool = False
+    token_clip: Clip | None = None
+    length_weighted: bool = False
+    gate: Gate | None = None
+    entropy_bonus: float = 0.0
+    entropy_target: float | None = None
+    entropy_step: float = 0.005
     kl_to_go: bool = False
     kl_ratio_cap: float | None = None
     constant: float | None = None
@@ -115,12 +131,63 @@ class PolicyLoss:
                 raise ValueError("control_variate has zero mean only with ratios and denominators free of 1/|y|")
             if self.mismatch is not None and type(self.mismatch) is not Mismatch:
                 raise ValueError("control_variate has zero mean only without a capped or masked mismatch weight")
+        self._check_parts()
         if self.kl_in_clip and not self._can_hold_kl:
-            raise ValueError("kl_in_clip=True has no meaning for this clip, divergence and estimator; leave it None")
+            raise ValueError("kl_in_clip=True has no meaning for this clip and divergence; leave it None")
+        if self.through_advantage and not (differentiable and self.kl_inside and self.divergence in ("rkl", "urkl")):
+            raise ValueError(
+                "through_advantage needs divergence rkl or urkl, estimator='differentiable' and the KL inside a clip"
+            )
+
+    def _check_parts(self) -> None:
+        """token_clip, length_weighted, gate, and the entropy's bonus."""
+        if self.token_clip is not None:
+            if not isinstance(self.token_clip, Clip) or self.token_clip.action != "cut" or self.token_clip.looks:
+                raise ValueError(
+                    f"token_clip must be a rule with limits such as rpg.clip.Box(); got {self.token_clip!r}"
+                )
+            if self.level == "token" or self.estimator != "differentiable":
+                raise ValueError("token_clip needs level='sequence-mean' or 'sequence' and estimator='differentiable'")
+            if self.divergence != "none":
+                raise ValueError("token_clip needs divergence='none': a KL term would see the bounded ratios")
+        if self.length_weighted and self.level == "token":
+            raise ValueError("length_weighted needs level='sequence-mean' or 'sequence'")
+        if self.gate is not None:
+            if not isinstance(self.gate, Gate):
+                raise TypeError(f"gate must be a rule such as rpg.gates.HighEntropy() or None; got {self.gate!r}")
+            if self.level != "token" or self.control_variate:
+                raise ValueError(
+                    "gate needs level='token' and no control_variate: on chosen tokens its mean is not zero"
+                )
+            if self.gate.role == "kl" and (self.kl_inside or self.kl_to_go):
+                raise ValueError(
+                    f"{type(self.gate).__name__} needs the KL term outside the clip: give kl_in_clip=False"
+                )
+        if not self.entropy_bonus >= 0 or not self.entropy_step > 0:
+            got = f"{self.entropy_bonus}, {self.entropy_step}"
+            raise ValueError(f"entropy_bonus must be at least 0 and entropy_step positive; got {got}")
 
     @property
     def has_kl(self) -> bool:
         return self.divergence != "none" and self.beta > 0
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether it must see the whole optimiser step before its first micro-batch."""
+        return self.gate is not None
+
+    @property
+    def has_bonus(self) -> bool:
+        """Whether the loss needs the gradient of the entropy."""
+        return self.entropy_bonus > 0 or self.entropy_target is not None
+
+    def next_bonus(self, bonus: float, entropy: float) -> float:
+        """The coefficient after an optimiser step of that mean entropy (Skywork-OR1, arXiv 2505.22312)."""
+        if self.entropy_target is None:
+            return bonus
+        step = self.entropy_step if entropy <= self.entropy_target else -self.entropy_step
+        low, high = ENTROPY_BONUS
+        return min(max(bonus + step, low), high)
 
     @property
     def needs_sampler(self) -> bool:
@@ -130,15 +197,22 @@ class PolicyLoss:
     @property
     def kl_inside(self) -> bool:
         """Whether the KL term is inside the clip: ``kl_in_clip``, or where that is None, as published."""
-        return self._can_hold_kl if self.kl_in_clip is None else self.kl_in_clip
+        return self._published_inside if self.kl_in_clip is None else self.kl_in_clip
 
     @property
     def _can_hold_kl(self) -> bool:
-        """The KL term can be cut with the reward term where ω = w·Â, or where the clip cuts whole samples."""
+        """Whether the KL term can be cut with the reward term."""
         if self.clip is None or not self.clip.holds_kl or self.divergence == "none" or self.kl_to_go:
             return False
-        row = DIVERGENCES[self.divergence]
-        return row.exact and (self.estimator == "reinforce" or row.per_ratio is not None or self.clip.whole_sample)
+        return DIVERGENCES[self.divergence].exact
+
+    @property
+    def _published_inside(self) -> bool:
+        """In RPG's Algorithm 1 the KL term is inside where w factors out of ω, in Algorithm 2 always."""
+        if not self._can_hold_kl or self.clip is None:
+            return False
+        factors = DIVERGENCES[self.divergence].per_ratio is not None
+        return factors or self.estimator == "reinforce" or self.clip.whole_sample
 
     @property
     def kl_place(self) -> str:
@@ -149,9 +223,7 @@ class PolicyLoss:
             return "outside"
         if self.clip.action == "truncate":
             return "in the weight"
-        if self.estimator == "reinforce" or self.clip.whole_sample:
-            return "whole sample"
-        return "in the advantage"
+        return "in the advantage" if self.through_advantage else "whole sample"
 
     def replace(self, **changes: object) -> PolicyLoss:
         """A copy with some choices changed."""
@@ -213,6 +285,8 @@ class PolicyLoss:
         keep: Tensor | None = None,
         groups: Tensor | None = None,
         score_sq: Tensor | None = None,
+        chosen: Tensor | None = None,
+        state_kl: Tensor | None = None,
     ) -> LossOutput:
         """Loss over a batch of responses.
 
@@ -223,14 +297,24 @@ class PolicyLoss:
         denominator: the optimiser step's total (``step_denominator``), when this is one of its micro-batches.
         old_mass: Z, where old_logp is the log of an unnormalised measure and samples came from it divided by Z.
         exact_kl: [B,T] per-state KL over the vocabulary (``rpg.vocabulary_kl``), in place of the sampled KL term.
-        entropy: [B,T] exact entropies, for the metrics.
+        entropy: [B,T] exact entropies, for the metrics, a gate, and with their gradient for ``entropy_bonus``.
         keep: bool, the loss's shape; false cuts a gradient (CAPO's ``rpg.clip.curvature_keep``, reshaped to [B,T]).
         groups: [B] prompt ids; the control variate then leaves out the whole group (needed for group baselines).
         score_sq: |∇log π|² per element, or a proxy, for the control variate; None: taken as constant.
+        chosen: [B,T] bool, what ``choose`` gave for the whole optimiser step; None: the gate chooses in this batch.
+        state_kl: [B,T] KL(old‖π) over the vocabulary, for ``rpg.clip.TrustRegion`` with measure='state-kl'.
         """
         x = check_batch(self.level, logp, old_logp, advantages, mask, ref_logp, rollout_logp)
         self._check_call(x, denominator, old_mass, exact_kl, entropy, keep, groups, score_sq)
-        terms = self._terms(x, apart=exact_kl is not None or self.kl_to_go)
+        self._check_looks(x, entropy, chosen, state_kl)
+        terms = self._terms(x, state_kl, apart=exact_kl is not None or self.kl_to_go)
+        if self.gate is not None:
+            if chosen is None:
+                chosen = self._choose(terms, x, entropy)
+            if self.gate.role == "kl":
+                terms = replace(terms, kl_only=chosen)
+            else:
+                keep = chosen if keep is None else keep.bool() & chosen
         if self.estimator == "reinforce":
             with torch.no_grad():
                 omega = terms.omega()
@@ -256,6 +340,11 @@ class PolicyLoss:
 
         if keep is not None:
             loss = torch.where(keep.bool(), loss, loss.detach())
+        if self.length_weighted:
+            loss = loss * x.length
+        if self.entropy_bonus and entropy is not None:
+            bonus_BT = self.entropy_bonus * entropy.to(loss.dtype).masked_fill(x.mask == 0, 0)
+            loss = loss - (bonus_BT if loss.dim() == 2 else bonus_BT.sum(-1))
         correction = self._correction(x)
         if correction is not None:
             loss = loss * (correction.unsqueeze(-1) if correction.dim() < loss.dim() else correction)
@@ -303,11 +392,50 @@ class PolicyLoss:
         if denominator is None and not x.tokens:
             raise ValueError("mask selects no token: nothing to learn from (drop this batch before the loss)")
 
-    def _terms(self, x: Inputs, apart: bool) -> Terms:
+    def _check_looks(self, x: Inputs, entropy: Tensor | None, chosen: Tensor | None, state_kl: Tensor | None) -> None:
+        """What the clip, the gate and the entropy's bonus look at."""
+        check_shape("chosen", chosen, [*x.logp.shape])
+        check_shape("state_kl", state_kl, [*x.logp.shape])
+        if self.clip is not None and "state_kl" in self.clip.looks and (state_kl is None or self.level != "token"):
+            raise ValueError(f"state_kl is needed, at level='token': {self.clip} measures it (see rpg.vocabulary_kl)")
+        if self.gate is not None and self.gate.needs_entropy and chosen is None and entropy is None:
+            raise ValueError(f"entropy is needed: {type(self.gate).__name__} chooses tokens by it")
+        if self.entropy_bonus and (entropy is None or (x.logp.requires_grad and not entropy.requires_grad)):
+            raise ValueError("entropy is needed, with its gradient: entropy_bonus is part of the loss")
+
+    @torch.no_grad()
+    def choose(
+        self,
+        logp: Tensor,
+        old_logp: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        entropy: Tensor | None = None,
+        **unused: object,
+    ) -> Tensor:
+        """[B,T] bool: what the gate chooses among all tokens of an optimiser step, for ``chosen``."""
+        x = check_batch(self.level, logp, old_logp, advantages, mask, None, None)
+        return self._choose(self._terms(x, None, apart=True), x, entropy)
+
+    def _choose(self, terms: Terms, x: Inputs, entropy: Tensor | None) -> Tensor:
+        assert self.gate is not None
+        w = terms.ratios.w.detach()
+        cut = (
+            torch.zeros_like(w, dtype=torch.bool)
+            if terms.clip is None
+            else ~terms.clip.keep(w, terms.advantage, terms.seen)
+        )
+        tokens = Tokens(x.logp.detach(), terms.log_w.detach(), terms.advantage, x.mask.bool(), cut, entropy)
+        return self.gate.choose(tokens)
+
+    def _terms(self, x: Inputs, state_kl: Tensor | None, apart: bool) -> Terms:
         """The batch at the loss's level. ``apart``: the KL term is added by itself, not sampled."""
         limit, level, ref = self.max_log_ratio, self.level, x.ref
         moving = x.logp.detach() if self.estimator == "reinforce" else x.logp
-        log_w = at_level(moving - x.old, x.mask, level)
+        log_w_BT = moving - x.old
+        if self.token_clip is not None:
+            log_w_BT = _bound_tokens(self.token_clip, log_w_BT, x.advantages.unsqueeze(-1), limit)
+        log_w = at_level(log_w_BT, x.mask, level)
         log_u = log_w if ref is None else at_level(moving - ref, x.mask, level)
         valid = x.mask if level == "token" else (x.length > 0).to(x.mask.dtype)
         return Terms(
@@ -322,6 +450,7 @@ class PolicyLoss:
             advantage=x.advantages if x.advantages.dim() == log_w.dim() else x.advantages.unsqueeze(-1),
             valid=valid,
             clip=None if self.clip is None else self.clip.fit(log_w.detach(), valid),
+            seen=Seen(at_level(x.old, x.mask, level), None if state_kl is None else state_kl.detach()),
             kl=DIVERGENCES[self.divergence] if self.has_kl and not apart else None,
             kl_place="none" if apart else self.kl_place,
             beta=self.beta,
@@ -361,6 +490,12 @@ class PolicyLoss:
         return loss.sum() / denominator
 
 
+def _bound_tokens(rule: Clip, log_w_BT: Tensor, advantage_B1: Tensor, limit: float) -> Tensor:
+    """Each token's log-ratio, held at its limit and without its gradient where the rule cuts it."""
+    w_BT = bounded(log_w_BT.detach(), limit).exp()
+    return torch.where(rule.keep(w_BT, advantage_B1), log_w_BT, rule.clamp(w_BT, advantage_B1).log())
+
+
 def _control_variate(x: Terms, weight: Tensor, groups: Tensor | None, score_sq: Tensor | None) -> Tensor:
     """c* = E[w·ω·|s|²] / E[w²·|s|²], for each sequence from the sequences outside its own group. [B,1] or [B]."""
     w = x.ratios.w.detach()
@@ -373,6 +508,13 @@ def _control_variate(x: Terms, weight: Tensor, groups: Tensor | None, score_sq: 
     else:
         group = groups.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
     sums = top.new_zeros(2, int(group.max()) + 1).index_add_(1, group, torch.stack([top, bottom]))
-    others = sums.sum(1, keepdim=True) - sums
-    c = torch.where(others[1] > 1e-6 * sums[1].sum(), others[0] / others[1].clamp(min=1e-30), 0.0)[group]
+    others = _sums_of_others(sums)
+    c = torch.where(others[1] > 0, others[0] / others[1].clamp(min=1e-30), 0.0)[group]
     return c.unsqueeze(-1) if w.dim() == 2 else c
+
+
+def _sums_of_others(x: Tensor) -> Tensor:
+    """Σ_{j≠i} x_j along the last dimension, from both sides: x_i has no part in it, not even by rounding."""
+    before, after = x.cumsum(-1), x.flip(-1).cumsum(-1).flip(-1)
+    none = x.new_zeros(*x.shape[:-1], 1)
+    return torch.cat([none, before[..., :-1]], -1) + torch.cat([after[..., 1:], none], -1)

@@ -6,10 +6,10 @@ The KL term stands in one of five places (``PolicyLoss.kl_place`` decides which)
 =============  ================================  =========================================================
 none           clip(w)·A                         there is no KL term, or it is added apart (exact, to go)
 outside        clip(w)·A + β·ω_KL                the clip cuts the reward term alone
-in the weight  w̄·A + β·ω_KL(w̄), w̄ = clip(w)    a clip that truncates: the KL term sees the truncated ratio
+in the weight  w̄·A + β·ω_KL(w̄), w̄ = clip(w)    a clip that truncates: w̄ stands for w in log u too (Remark F.2)
 whole sample   w·Â where Â's sign allows, else 0  Â = ω/w: reward and KL are cut together (RPG, Algorithm 2)
-in the         the same − β·clip(w)              −clip(w)·Â to the letter of RPG's Algorithm 1, which also
-advantage                                        differentiates through Â
+in the         the same − β·clip(w)              RPG's Algorithm 1 as printed: it also differentiates through Â,
+advantage                                        which adds variance and no signal (``through_advantage``)
 =============  ================================  =========================================================
 """
 
@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .clip import Clip
+from .clip import Clip, Seen
 from .objective import Divergence, Ratios
 
 KL_PLACES = ("none", "outside", "in the weight", "whole sample", "in the advantage")
@@ -36,10 +36,12 @@ class Terms:
     advantage: Tensor  # broadcastable to the ratios
     valid: Tensor  # 1.0 where there is a sample, else 0.0
     clip: Clip | None
+    seen: Seen  # what the clip may look at beside the ratio
     kl: Divergence | None
     kl_place: str
     beta: float
     kl_ratio_cap: float | None = None
+    kl_only: Tensor | None = None  # bool: samples that have the KL term; None: all
 
     @cached_property
     def signed_advantage(self) -> Tensor:
@@ -54,7 +56,7 @@ class Terms:
     def weight(self) -> Tensor:
         """What is left of w: it multiplies the advantage in ω."""
         w = self.ratios.w.detach()
-        return w if self.clip is None else self.clip.weight(w, self.signed_advantage)
+        return w if self.clip is None else self.clip.weight(w, self.signed_advantage, self.seen)
 
     def omega(self) -> Tensor:
         """ω, what multiplies ∇log π in ascent. No gradients."""
@@ -73,14 +75,16 @@ class Terms:
         match self.kl_place, self.clip:
             case "outside", _:
                 capped = r if self.kl_ratio_cap is None else replace(r, w=r.w.clamp(max=self.kl_ratio_cap))
-                return self.beta * self.kl.weight(capped)
+                weight = self.beta * self.kl.weight(capped)
+                return weight if self.kl_only is None else weight * self.kl_only
             case "in the weight", Clip() as clip:
-                return self.beta * self.kl.weight(replace(r, w=clip.clamp(r.w, self.advantage)))
+                truncated = clip.clamp(r.w, self.advantage, self.seen)
+                return self.beta * self.kl.weight(replace(r, w=truncated, log_u=r.log_u + (truncated / r.w).log()))
             case "whole sample", Clip() as clip:
-                return self.beta * self.kl.weight(r) * clip.keep(r.w, self.signed_advantage)
+                return self.beta * self.kl.weight(r) * clip.keep(r.w, self.signed_advantage, self.seen)
             case "in the advantage", Clip() as clip:
-                kept = self.beta * self.kl.weight(r) * clip.keep(r.w, self.signed_advantage)
-                return kept - self.beta * clip.surrogate(r.w, self.signed_advantage)
+                kept = self.beta * self.kl.weight(r) * clip.keep(r.w, self.signed_advantage, self.seen)
+                return kept - self.beta * clip.surrogate(r.w, self.signed_advantage, self.seen)
         raise AssertionError(self.kl_place)
 
     def differentiable(self) -> Tensor:
@@ -90,11 +94,14 @@ class Terms:
             case "whole sample", Clip() as clip:
                 assert self.kl is not None
                 loss = -r.w * a + self.beta * self.kl.value(r)
-                return torch.where(clip.keep(r.w, self.signed_advantage), loss, loss.detach())
+                return torch.where(clip.keep(r.w, self.signed_advantage, self.seen), loss, loss.detach())
             case "in the advantage", Clip() as clip:
                 assert self.kl is not None
                 assert self.kl.per_ratio is not None
                 regularised = a + self.beta * self.kl.per_ratio(r)
-                return -clip.surrogate(r.w, regularised.detach()) * regularised
-        loss = -(r.w if self.clip is None else self.clip.surrogate(r.w, a)) * a
-        return loss if self.kl is None else loss + self.beta * self.kl.value(r)
+                return -clip.surrogate(r.w, regularised.detach(), self.seen) * regularised
+        loss = -(r.w if self.clip is None else self.clip.surrogate(r.w, a, self.seen)) * a
+        if self.kl is None:
+            return loss
+        penalty = self.beta * self.kl.value(r)
+        return loss + (penalty if self.kl_only is None else penalty * self.kl_only)

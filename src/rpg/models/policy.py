@@ -216,9 +216,12 @@ class Policy:
         zero_N = torch.zeros(mask_BT.numel(), device=logp_N.device)
         return Scored(
             zero_N.index_copy(0, place_N, logp_N.float()).view(mask_BT.shape),
-            zero_N.index_copy(0, place_N, entropy_N.detach().float()).view(mask_BT.shape),
+            zero_N.index_copy(0, place_N, self._entropy(entropy_N).float()).view(mask_BT.shape),
             hidden_NH,
         )
+
+    def _entropy(self, entropy_N: Tensor) -> Tensor:
+        return entropy_N if self.entropy_gradient else entropy_N.detach()
 
     def _compute(
         self,
@@ -232,7 +235,7 @@ class Policy:
         with within(), self._recomputing(within) if recompute else nullcontext():
             out = (self.model.base_model if self.apart else self._call)(**inputs, use_cache=False)
         if not self.apart:
-            return *_logp(out.logits.flatten(0, 1)[state_N], target_N, self.temperature), None
+            return *_logp(out.logits.flatten(0, 1)[state_N], target_N, self.temperature, self.entropy_gradient), None
         hidden_NH = out.last_hidden_state.flatten(0, 1).index_select(0, state_N)
         if self.linear:
             return *linear_logp(hidden_NH, self.head(), target_N, self.temperature), hidden_NH
@@ -270,7 +273,8 @@ class Policy:
         """In chunks, whose logits are not kept for the backward pass where there are several."""
 
         def chunk(hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-            return _logp(head_alone(self.model, self._call, hidden_NH, kind), target_N, self.temperature)
+            logits_NV = head_alone(self.model, self._call, hidden_NH, kind)
+            return _logp(logits_NV, target_N, self.temperature, self.entropy_gradient)
 
         rows = max(1, CHUNK_ELEMENTS // self.model.get_output_embeddings().weight.shape[0])
         if len(hidden_NH) <= rows:
@@ -301,9 +305,10 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
 
-def _logp(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _logp(logits_NV: Tensor, target_N: Tensor, temperature: float, gradient: bool) -> tuple[Tensor, Tensor]:
+    """``gradient``: of the entropy too."""
     logp_NV = (logits_NV.float() / temperature).log_softmax(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
         entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
     return logp_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1), entropy_N
 

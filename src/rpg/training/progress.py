@@ -32,6 +32,8 @@ class Progress:
     bad_steps: int = 0  # optimiser steps in a row that were skipped, as they were not finite
     cursor: SamplingPosition = field(default_factory=SamplingPosition)
     mismatch: float | None = None  # KL between engine and trainer, as measured last: see OldLogp
+    entropy_bonus: float | None = None  # where a target moves it: what it has become
+    entropy_low: bool = False  # whether the last optimiser step was at the target or below: else the bonus rests
     evals: list[dict[str, Any]] = field(default_factory=list)
     """{"step", "mean" over all sets, "sets": {name: {"mean", "low", "high"}}}"""
     spent: float = 0.0  # seconds of steps, without evaluations and checkpoints
@@ -53,5 +55,5 @@ class Progress:
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Progress:
-        values = {f.name: state[f.name] for f in fields(cls)}
+        values = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # one of an older version has less
         return cls(**values | {"cursor": SamplingPosition(**state["cursor"])})

@@ -87,6 +87,7 @@ class Updater:
         self.progress = Progress() if progress is None else progress
         self.oom_retry = make_oom_retry(policy, config, context=context) if oom_retry is None else oom_retry
         self.context, self.world = context, context.world
+        policy.entropy_gradient = method.loss.has_bonus
 
     @property
     def steps_a_batch(self) -> int:
@@ -121,7 +122,7 @@ class Updater:
                 lr = learning_rate(optim, number, total)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
-                loss, logp_BT = self.oom_retry.run(
+                loss, logp_BT, entropy = self.oom_retry.run(
                     minibatch,
                     partial(self._accumulate, minibatch, means),
                     undo=self.optimizer.zero_grad,
@@ -132,6 +133,7 @@ class Updater:
                 norm = self.optimizer.clip(optim.max_grad_norm, self.world)
                 if math.isfinite(loss) and math.isfinite(norm):
                     self.optimizer.step()
+                    self._move_bonus(entropy)
                     self.progress.bad_steps = 0
                     losses.append(loss)
                     norms.append(norm)
@@ -141,18 +143,35 @@ class Updater:
                     self._keep_for_inspection(minibatch, step, number - first, loss, norm)
                 self.optimizer.zero_grad()
                 number += 1
+        if self.method.loss.has_bonus:
+            metrics["entropy_bonus"] = self._bonus()
         if losses:
             metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
         return self.world.from_rank0(metrics | means.result() | {"lr": lr, "skipped": skipped})
 
-    def _accumulate(self, batch: Batch, means: Means, tokens: int) -> tuple[float, Tensor]:
-        """Gradients, summed over micro-batches of so many tokens; the sum of their losses, and the policy's logp_BT.
+    def _bonus(self) -> float:
+        """The entropy's coefficient in the next optimiser step."""
+        loss, reached = self.method.loss, self.progress.entropy_bonus
+        if loss.entropy_target is None:
+            return loss.entropy_bonus
+        return (loss.entropy_bonus if reached is None else reached) if self.progress.entropy_low else 0.0
+
+    def _move_bonus(self, entropy: float) -> None:
+        """After an optimiser step whose tokens had that mean entropy."""
+        loss, reached = self.method.loss, self.progress.entropy_bonus
+        if loss.entropy_target is not None:
+            self.progress.entropy_bonus = loss.next_bonus(loss.entropy_bonus if reached is None else reached, entropy)
+            self.progress.entropy_low = entropy <= loss.entropy_target
+
+    def _accumulate(self, batch: Batch, means: Means, tokens: int) -> tuple[float, Tensor, float]:
+        """Gradients, summed over micro-batches of so many tokens; the sum of their losses, the policy's logp_BT, and
+        its mean entropy.
 
         Of several ranks each computes a share of the micro-batches. Gradients are added when they are shared out again,
         and the denominator is that of all. The metrics are those of the whole optimiser step, however it was cut.
         """
         micro_batches = rank_micro_batches(batch, tokens, self.policy.packs, self.world)
-        policy_loss = self._fitted(micro_batches)
+        policy_loss, chosen_BT = self._fitted(batch, micro_batches)
         # all before the first pass, as each waits for the device
         packings = [self.policy.pack(p.start_B, p.mask_BT, p.ids_BL.shape[1], p.group_B) for _, p in micro_batches]
         denominator = float(policy_loss.count(batch.mask_BT))
@@ -168,14 +187,20 @@ class Updater:
                 self.optimizer.accumulate()
                 continue
             keep = None if keep_BT is None else self._keep(policy_loss, part, scored, denominator, curvature)
+            chosen = None if chosen_BT is None else chosen_BT[index, : part.mask_BT.shape[1]]
             out = policy_loss(
-                scored.logp_BT, **part.loss_inputs, denominator=denominator, entropy=scored.entropy_BT, keep=keep
+                scored.logp_BT,
+                **part.loss_inputs,
+                denominator=denominator,
+                entropy=scored.entropy_BT,
+                keep=keep,
+                chosen=chosen,
             )
             out.loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate()
             losses.append(out.loss.detach())
             width = part.mask_BT.shape[1]
-            logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT
+            logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT.detach()
             if keep_BT is not None and keep is not None:
                 keep_BT[index, :width] = keep.int()
         self.world.add(logp_BT, entropy_BT)
@@ -184,30 +209,47 @@ class Updater:
             self.world.add(keep_BT)
             kept_BT = keep_BT.bool() | ~batch.mask_BT
         with torch.no_grad():
-            out = policy_loss(logp_BT, **batch.loss_inputs, denominator=denominator, entropy=entropy_BT, keep=kept_BT)
-            gated = {} if kept_BT is None else {"clip/gated": (~kept_BT)[batch.mask_BT].float().mean()}
+            whole = {"denominator": denominator, "entropy": entropy_BT, "keep": kept_BT, "chosen": chosen_BT}
+            out = policy_loss(logp_BT, **batch.loss_inputs, **whole)
+            learning_BT = kept_BT
+            if chosen_BT is not None and policy_loss.gate is not None and policy_loss.gate.role == "keep":
+                learning_BT = chosen_BT
+            gated = {} if learning_BT is None else {"clip/gated": (~learning_BT)[batch.mask_BT].float().mean()}
             means.add(out.metrics | gated)
-        return sum(self.world.gather(sum(torch.stack(losses).tolist()) if losses else 0.0)), logp_BT
+            entropy = float(out.metrics["entropy"])
+        return sum(self.world.gather(sum(torch.stack(losses).tolist()) if losses else 0.0)), logp_BT, entropy
 
     def _score(self, part: Batch, packing: Packing | None) -> Scored:
         recompute = self.oom_retry.recompute
         return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, recompute, packing)
 
     @torch.no_grad()
-    def _fitted(self, micro_batches: list[tuple[Tensor | None, Batch]]) -> PolicyLoss:
-        """A clip that chooses its bounds from the ratios sees those of the whole optimiser step at once."""
-        rule = self.method.loss
-        if not isinstance(rule.clip, Adaptive):
-            return rule
-        ratios = [torch.zeros(0, device=self.policy.device)]
+    def _fitted(
+        self, batch: Batch, micro_batches: list[tuple[Tensor | None, Batch]]
+    ) -> tuple[PolicyLoss, Tensor | None]:
+        """The loss for this optimiser step, and the tokens that its gate chose.
+
+        A clip that chooses its bounds from the ratios, and a gate that compares tokens, see all of the step at once:
+        one more pass without gradients.
+        """
+        loss = self.method.loss
+        if loss.has_bonus:
+            loss = loss.replace(entropy_bonus=self._bonus())
+        if not isinstance(loss.clip, Adaptive) and loss.gate is None:
+            return loss, None
+        logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
         for index, part in micro_batches:
-            logp = self._score(part, None).logp_BT
-            if index is None:
-                continue
-            log_w = at_level(logp - part.old_logp_BT, part.mask_BT, rule.level)
-            ratios.append(log_w[part.mask_BT] if rule.level == "token" else log_w)
-        log_w = self.world.cat(torch.cat(ratios))
-        return rule.replace(clip=rule.clip.fit(log_w, torch.ones_like(log_w)))
+            scored = self._score(part, None)
+            if index is not None:
+                width = part.mask_BT.shape[1]
+                logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT, scored.entropy_BT
+        self.world.add(logp_BT, entropy_BT)
+        if isinstance(loss.clip, Adaptive):
+            log_w = at_level(logp_BT - batch.old_logp_BT, batch.mask_BT, loss.level)
+            valid = batch.mask_BT if loss.level == "token" else batch.mask_BT.any(-1)
+            loss = loss.replace(clip=loss.clip.fit(log_w, valid))
+        chosen_BT = None if loss.gate is None else loss.choose(logp_BT, entropy=entropy_BT, **batch.loss_inputs)
+        return loss, chosen_BT
 
     @torch.no_grad()
     def _curvature(self) -> Tensor | None:
