@@ -42,7 +42,6 @@ EQUIVALENT = {
         "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp (#2)": NO_GRADIENT,
         "_control_variate: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
         "_control_variate: int(group.max()) + 1 -> int(group.max()) + 2": "a further group without members",
-        "_control_variate: others[1] > 1e-06 * sums[1].sum() -> others[1] >= 1e-06 * sums[1].sum()": NO_MASS,
         "_control_variate: others[1].clamp(min=1e-30) -> others[1].clamp(min=-1.0)": "torch.where drops the quotient",
     },
     "terms": {
@@ -65,6 +64,7 @@ EQUIVALENT = {
         ),
     },
     "mismatch": {},
+    "gates": {},
     "methods": {
         "dual_clip: A < 0 -> A <= 0": NO_MASS,
         "rpg_clip: A_hat >= 0 -> A_hat > 0": NO_MASS,

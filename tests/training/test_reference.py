@@ -18,6 +18,7 @@ from rpg.training.update import Updater
 
 WITHOUT_KL = {
     "reinforce", "ppo", "dr-grpo", "dapo", "rloo", "remax", "gpg", "gspo", "cispo", "atr-grpo", "capo", "topr", "sapo",
+    "dppo-tv", "dppo-kl", "gmpo", "luspo", "vespo", "clip-cov", "high-entropy", "skywork-or1",
 }  # fmt: skip
 ANCHORED_AT_THE_START = {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rpg
 import tiny
-from rpg import clip
+from rpg import clip, gates
 from rpg.distributed.context import RunContext
 from rpg.loss.clip import curvature_keep
 from rpg.models.policy import Policy
@@ -260,6 +260,43 @@ def test_an_adaptive_clip_is_fitted_on_the_whole_minibatch(level, tmp_path):
         whole = rule.fit(sums, torch.ones_like(sums))
     assert fitted == pytest.approx(whole.bounds(), rel=1e-4)
     assert len({rule.fit((batch_logp(policy, p, 99) - p.old_logp_BT), p.mask_BT).bounds() for _, p in micro}) > 1
+
+
+@pytest.mark.parametrize("name", ["high-entropy", "kl-cov"])
+def test_a_gate_compares_the_tokens_of_the_whole_minibatch(name, tmp_path):
+    """Micro-batches of any size take the same optimiser step, which a choice within each would not."""
+    steps = []
+    share = {"high-entropy": gates.HighEntropy(0.3), "kl-cov": gates.KLCov(0.3)}[name]
+    for tokens in (25, 1000):
+        policy = make_policy(dtype=torch.float64)
+        run = make_run(policy, tmp_path, rpg.algorithm(name, gate=share), minibatches=1, micro_tokens=tokens, lr=1e-3)
+        metrics = run.update(make_data(policy, name), 1)
+        steps.append(weights(policy))
+        if name == "high-entropy":
+            assert metrics["clip/gated"] == pytest.approx(0.7, abs=0.02)
+    torch.testing.assert_close(*steps, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("model", ["llama-tied", "gemma2-final-cap"])
+def test_an_entropy_bonus_raises_the_entropy(model, tmp_path):
+    policy = make_policy(model)
+    data = make_data(policy)
+    data = replace(data, advantage=torch.zeros_like(data.advantage))
+    run = make_run(policy, tmp_path, rpg.algorithm("reinforce", entropy_bonus=0.5), minibatches=1, lr=1e-3, warmup=0)
+    entropies = [run.update(data, step)["entropy"] for step in (1, 2, 3)]
+    assert entropies[0] < entropies[1] < entropies[2]
+
+
+def test_an_entropy_target_moves_the_bonus_and_rests_above_it(tmp_path):
+    policy, seen = make_policy(), []
+    data = make_data(policy, "skywork-or1")
+    for target in (50.0, 0.0):
+        algorithm = rpg.algorithm("skywork-or1", entropy_target=target, entropy_step=0.1)
+        run = make_run(policy, tmp_path, algorithm, minibatches=1)
+        run.progress.entropy_bonus, run.progress.entropy_low = 0.3, True
+        seen += [run.update(data, step)["entropy_bonus"] for step in (1, 2)]
+        assert run.progress.entropy_bonus == pytest.approx(0.5 if target else 0.1)
+    assert seen == pytest.approx([0.4, 0.5, 0.0, 0.0])
 
 
 def test_capo_gates_tokens_by_curvature_at_the_head(tmp_path):

@@ -40,6 +40,8 @@ class Scored:
 class Policy:
     """``temperature`` is part of the policy: what is trained is the distribution that is sampled from."""
 
+    entropy_gradient = False  # whether ``score`` gives entropies with their gradient
+
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0):
         self.model, self.tokenizer, self.temperature = model, tokenizer, temperature
         self.model.eval()  # dropout would make a policy differ from itself

@@ -175,7 +175,7 @@ def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
     rewards = (torch.arange(2 * samples) % 2).float()
     advantage = chosen.advantage(rewards, group, mask=mask, old_logp=old, ref_logp=old, greedy_rewards=rewards)
     keep = mask if chosen.curvature_gate else None
-    chosen.loss(logp, old, advantage, mask, ref_logp=old, rollout_logp=old, keep=keep, groups=group)
+    chosen.loss(logp, old, advantage, mask, old, old, keep=keep, groups=group, entropy=-logp)
 
 
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
