@@ -10,7 +10,9 @@ from integrations.equivalence import Case
 
 pytestmark = needs_verl
 
-ONE_OF_EACH = {rpg.algorithm(name).advantage: name for name in rpg.algorithms() if name != "capo"}
+ONE_OF_EACH = {
+    rpg.algorithm(name).advantage: name for name in rpg.algorithms() if not rpg.algorithm(name).loss.only_here
+}
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())

@@ -8,7 +8,7 @@ from integrations.equivalence import Case, same, through_rpg_train
 
 pytestmark = needs_verl
 
-CASES = [Case(name) for name in rpg.algorithms() if name != "capo"]
+CASES = [Case(name) for name in rpg.algorithms() if not rpg.algorithm(name).loss.only_here]
 CASES += [
     Case("rpg-reinforce-urkl", {"beta": 0.1, "high": 0.1}),
     Case("rpg-reinforce-urkl", {"mismatch": "tis"}),

@@ -24,7 +24,9 @@ def test_options_are_those_of_a_recipe():
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
-        ("capo", {}, "capo cannot run inside verl: its gate reads logits and the optimiser's moments"),
+        ("capo", {}, "capo cannot run inside verl: its gate needs logits and the optimiser's moments"),
+        ("high-entropy", {}, "high-entropy cannot run inside verl: its gate compares all tokens"),
+        ("skywork-or1", {}, "skywork-or1 cannot run inside verl: its entropy bonus"),
         ("dapo", {"control_variate": True}, "control_variate cannot run inside verl"),
         ("grpo", {"reference": {"update": "ema"}}, "update=ema cannot be had inside verl: every, kl, frozen or old"),
         ("grpo", {"reference": {"update": "old"}}, "grpo is another method without its reference"),
@@ -52,7 +54,7 @@ def test_what_cannot_be_is_refused_in_one_line(name, options, line):
 
 def test_every_other_preset_has_its_settings():
     for name in rpg.algorithms():
-        if name != "capo":
+        if not rpg.algorithm(name).loss.only_here:
             found = wanted(settings(name))
             assert names()[found[f"{ACTOR}.policy_loss.loss_mode"]] == name
     assert wanted(settings("grpo"))[f"{ACTOR}.kl_loss_coef"] == 0

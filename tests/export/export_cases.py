@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import rpg
 from rpg.export import verl
 from rpg.export.start import Start
 from rpg.run.config import Config
@@ -14,7 +15,9 @@ from rpg.run.settings import build
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}
-REFUSED = {"builtin/capo.yaml": "gate", "builtin/remax.yaml": "greedy"}
+REFUSED = {"builtin/remax.yaml": "greedy"} | {
+    f"builtin/{name}.yaml": why for name in rpg.algorithms() if (why := rpg.algorithm(name).loss.only_here)
+}
 FOLDER = "/data/a folder"
 ADAPTER = {"peft.method": "lora", "peft.options.r": "4"}  # verl looks at vLLM for it, which need not be there
 VARIANTS = {

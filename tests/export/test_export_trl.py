@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from trl import GRPOTrainer
 
+import rpg
 from rpg.cli import main
 from rpg.export import trl
 from rpg.export.start import Launch, Start
@@ -19,7 +20,9 @@ from rpg.training.optim import learning_rate
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}
-REFUSED = {"builtin/capo.yaml", "builtin/remax.yaml"}
+REFUSED = {"builtin/remax.yaml"} | {
+    f"builtin/{name}.yaml" for name in rpg.algorithms() if rpg.algorithm(name).loss.only_here
+}
 SMALL = {
     "steps": 2,
     "rollout.prompts": 4,

@@ -21,11 +21,11 @@ from transformers import PrinterCallback, TrainerCallback
 import tiny
 from integrations.equivalence import GROUPS, LONGEST, SAMPLES, TEMPERATURE, Case
 from rpg.integrations.trl import RPGConfig, RPGTrainer
-from rpg.loss.methods import algorithms
+from rpg.loss.methods import algorithm, algorithms
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 gc.freeze()  # accelerate collects garbage when a training starts: all that was imported need not be looked at
-REFUSED = ("remax", "capo")
+REFUSED = ("remax", *(name for name in algorithms() if algorithm(name).loss.only_here))
 OTHERS = [
     Case("rpg-reinforce-urkl", reference="frozen"),
     Case("rpg-fkl", {"beta": 0.1}, reference="frozen"),

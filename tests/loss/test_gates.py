@@ -118,6 +118,8 @@ def test_shares_are_shares(gate):
     for share in (0.0, 1.5):
         with pytest.raises(ValueError, match="share"):
             gate(share=share)
+    published = gates.HighEntropy(0.2), gates.ClipCov(2e-4, 1.0, 5.0), gates.KLCov(2e-4)
+    assert published == (gates.HighEntropy(), gates.ClipCov(), gates.KLCov())
     with pytest.raises(ValueError, match="low < high"):
         gates.ClipCov(low=2.0, high=1.0)
     with pytest.raises(TypeError, match="gate"):

@@ -64,7 +64,13 @@ EQUIVALENT = {
         ),
     },
     "mismatch": {},
-    "gates": {},
+    "gates": {
+        "ClipCov.choose: covariance > self.low -> covariance >= self.low": NO_MASS,
+        "ClipCov.choose: covariance < self.high -> covariance <= self.high": NO_MASS,
+        "ClipCov.choose: candidate.flatten().nonzero()[:, 0] -> candidate.flatten().nonzero()[:, -1]": (
+            "one axis: the first is the last"
+        ),
+    },
     "methods": {
         "dual_clip: A < 0 -> A <= 0": NO_MASS,
         "rpg_clip: A_hat >= 0 -> A_hat > 0": NO_MASS,

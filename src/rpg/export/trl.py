@@ -58,8 +58,7 @@ def _refuse(config: Config, method: Method, launch: Launch) -> None:
     reasons = {
         "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL recomputes them, or not at all on-policy",
         f"rollout.vllm.{(vllm or [''])[0]}": rollout.engine == "vllm" and vllm and "leave it out",
-        f"algorithm={method.name}": (method.curvature_gate and "its gate needs logits and the optimiser's moments")
-        or (method.needs_greedy and greedy),
+        f"algorithm={method.name}": method.loss.only_here or (method.needs_greedy and greedy),
         "peft.options.lora_dropout": config.peft.options.get("lora_dropout") and "it must be 0, as for rpg train",
         f"reference.update={anchor}": anchor in ("kl", "ema") and recipe.steps_a_batch(config) > 1 and by_step,
     }

@@ -172,9 +172,15 @@ class PolicyLoss:
         return self.divergence != "none" and self.beta > 0
 
     @property
-    def needs_step(self) -> bool:
-        """Whether it must see the whole optimiser step before its first micro-batch."""
-        return self.gate is not None
+    def only_here(self) -> str | None:
+        """Why it runs in ``rpg train`` alone: what losses are not given in TRL and verl. None: it runs there too."""
+        if "keep" in self.needs:
+            return "its gate needs logits and the optimiser's moments"
+        if self.gate is not None:
+            return "its gate compares all tokens of an optimiser step, and a loss sees one micro-batch"
+        if self.has_bonus:
+            return "its entropy bonus needs the gradient of the entropy"
+        return None
 
     @property
     def has_bonus(self) -> bool:

@@ -57,8 +57,8 @@ def _asked_for(args: RPGConfig, asked: AlgorithmLike) -> Algorithm:
 def refuse(method: Method, args: RPGConfig, has_sampler_logp: bool) -> None:
     """``has_sampler_logp``: whether the sampler's own log-probabilities come with the responses."""
     loss, name = method.loss, method.name
-    if method.curvature_gate or "keep" in loss.needs:
-        raise ValueError(f"{name} cannot run in TRL: its gate needs logits and the optimiser's moments; use rpg train")
+    if loss.only_here:
+        raise ValueError(f"{name} cannot run in TRL: {loss.only_here}; use rpg train")
     if method.needs_greedy:
         raise ValueError(
             f"{name} cannot run in TRL: its baseline is the reward of a greedy response to each prompt, which TRL does "

@@ -163,8 +163,8 @@ def _no_switches(options: Mapping[str, Any]) -> None:
 def _refuse(chosen: Settings) -> None:
     """What the engine cannot express, by name."""
     method, loss = chosen.method, chosen.method.loss
-    if method.curvature_gate or "keep" in loss.needs:
-        raise ValueError(f"{chosen.name} cannot run inside verl: its gate reads logits and the optimiser's moments")
+    if loss.only_here:
+        raise ValueError(f"{chosen.name} cannot run inside verl: {loss.only_here}")
     if loss.control_variate:
         raise ValueError("control_variate cannot run inside verl: it needs each response's prompt, which losses lack")
     if chosen.reference.update == "ema":
