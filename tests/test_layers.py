@@ -35,6 +35,7 @@ ROOMS = {
     "bench": "speed beside peers and counted floors",
     "api": "a training in a few lines of Python",
     "clip": "`rpg.loss.clip` by its public name",
+    "gates": "`rpg.loss.gates` by its public name",
     "mismatch": "`rpg.loss.mismatch` by its public name",
     "rpg": "the public names, each loaded when first asked for",
     "commands": "the commands of `rpg`, a file each",

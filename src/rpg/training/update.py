@@ -209,13 +209,8 @@ class Updater:
             self.world.add(keep_BT)
             kept_BT = keep_BT.bool() | ~batch.mask_BT
         with torch.no_grad():
-            whole: dict[str, Any] = {
-                "denominator": denominator,
-                "entropy": entropy_BT,
-                "keep": kept_BT,
-                "chosen": chosen_BT,
-            }
-            out = policy_loss(logp_BT, **batch.loss_inputs, **whole)
+            whole: dict[str, Any] = {"entropy": entropy_BT, "keep": kept_BT, "chosen": chosen_BT}
+            out = policy_loss(logp_BT, **batch.loss_inputs, denominator=denominator, **whole)
             learning_BT = kept_BT
             if chosen_BT is not None and policy_loss.gate is not None and policy_loss.gate.role == "keep":
                 learning_BT = chosen_BT
