@@ -342,8 +342,8 @@ MEASURED = {"tv": lambda p, q: abs(p - q), "kl": coins, "kl-reverse": lambda p, 
 
 @pytest.mark.parametrize("measure", MEASURED)
 def test_a_trust_region_cuts_what_is_outside_and_moves_away(measure):
-    p, q, a = f64([0.1, 0.1, 0.5, 0.5, 0.5, 0.9, 0.9, 1e-3]), f64([0.4, 0.4, 0.2, 0.2, 0.55, 0.95, 0.5, 0.1]), 1.0
-    sign = f64([1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0, 1.0])
+    p, q = f64([0.1, 0.1, 0.5, 0.5, 0.5, 0.5, 0.9, 1e-3]), f64([0.4, 0.4, 0.2, 0.2, 0.55, 0.9, 0.5, 0.5])
+    sign = f64([0.5, -0.5, 0.5, -0.5, 0.5, 0.5, -0.5, 0.5])
     rule = clip.TrustRegion(0.12, measure)
     distance = [MEASURED[measure](x, y) for x, y in zip(p.tolist(), q.tolist(), strict=True)]
     away = [(y > x) == (s > 0) for x, y, s in zip(p.tolist(), q.tolist(), sign.tolist(), strict=True)]
@@ -357,9 +357,19 @@ def test_a_trust_region_cuts_what_is_outside_and_moves_away(measure):
     assert above.tolist() == [not k and s > 0 for k, s in zip(kept, sign.tolist(), strict=True)]
     for estimator in ("reinforce", "differentiable"):
         loss = PolicyLoss("none", 0, estimator, rule, reduction="none")
-        c = gradient(loss, q.log()[:, None], p.log()[:, None], a * sign, torch.ones(8, 1))[:, 0]
+        c = gradient(loss, q.log()[:, None], p.log()[:, None], sign, torch.ones(8, 1))[:, 0]
         torch.testing.assert_close(c, -sign * q / p * f64(kept))
-    assert rule.keep(f64([1.0]), f64([1.0]), clip.Seen(f64([0.0]))).tolist() == [True]  # a certain token
+    assert rule.keep(f64([1.0]), f64([0.0]), clip.Seen(f64([0.0]))).tolist() == [True]  # a certain token
+    assert rule.keep(f64([0.4]), f64([-0.5]), clip.Seen(f64([0.0]))).tolist() == [False]
+    assert rule.keep(f64([1.4]), f64([0.0]), clip.Seen(f64([-0.5]))).tolist() == [False]  # A = 0 counts as positive
+    assert math.isfinite(float(rule.distance(f64([2.0]), clip.Seen(f64([-math.log(2)])))))
+    assert clip.TrustRegion(0.25).keep(f64([2.0]), f64([1.0]), clip.Seen(f64([0.25]).log())).tolist() == [True]
+    far = clip.TrustRegion(0.01, "state-kl")  # whatever the token's own ratio, what is at 1 moves nowhere
+    one = clip.Seen(f64([-1.0, -1.0]), f64([1.0, 1.0]))
+    assert far.keep(f64([1.0, 1.0]), f64([0.5, -0.5]), one).tolist() == [True, True]
+    assert far.keep(f64([1.1, 0.9]), f64([0.5, -0.5]), one).tolist() == [False, False]
+    assert clip.TrustRegion() == clip.TrustRegion(0.15, "tv")
+    assert clip.TrustRegion().limits() == clip.SoftWeight().limits() == ((0.0, INF), (0.0, INF))
 
 
 def test_a_trust_region_of_the_whole_vocabulary():
@@ -378,8 +388,8 @@ def test_a_trust_region_of_the_whole_vocabulary():
 
 
 def test_soft_weight_is_vespo():
-    w, a = f64([0.2, 1.0, 3.0, 0.2, 1.0, 3.0]), f64([1.0, 0.0, 1.0, -1.0, -1.0, -1.0])
-    expected = [x**k * math.exp(r * (1 - x)) for k, r in ((2, 3), (3, 2)) for x in (0.2, 1.0, 3.0)]
+    w, a = f64([0.2, 1.5, 3.0, 0.2, 1.5, 3.0]), f64([0.5, 0.0, 0.5, -0.5, -0.5, -0.5])
+    expected = [x**k * math.exp(r * (1 - x)) for k, r in ((2, 3), (3, 2)) for x in (0.2, 1.5, 3.0)]
     torch.testing.assert_close(clip.SoftWeight().weight(w, a), f64(expected))
 
 

@@ -58,6 +58,9 @@ EQUIVALENT = {
         "Adaptive.fit: range(24) -> range(23)": "bisection, to 1e-7 of the range or to twice that",
         "Adaptive._meets: w.sum().square() >= self.target_ess * w.numel() * w.square().sum() -> "
         "w.sum().square() > self.target_ess * w.numel() * w.square().sum()": NO_MASS,
+        "TrustRegion.distance: seen.old_logp.detach() -> seen.old_logp": NO_GRADIENT,
+        "TrustRegion.distance: seen.old_logp.detach() -> seen.old_logp (#2)": NO_GRADIENT,
+        "TrustRegion.distance: w.detach() -> w": NO_GRADIENT,
         "curvature_keep: probs_NV.shape[-1] -> probs_NV.shape[1]": "two axes: the second is the last",
         "curvature_keep: probs_NV.gather(-1, index_NK) * counted_NK -> probs_NV.gather(-1, index_NK)": (
             "what is counted twice has v = 0, hence q = 0, in every term that p enters"
