@@ -145,7 +145,8 @@ def test_token_clip_bounds_each_token():
 
 def test_length_weighted_counts_a_response_once_a_token():
     logp, old, a, mask, _ = batch()
-    plain, weighted = rpg.algorithm("gspo").loss, rpg.algorithm("luspo").loss
+    plain = rpg.algorithm("gspo").loss
+    weighted = plain.replace(length_weighted=True)
     length = mask.sum(-1, keepdim=True)
     torch.testing.assert_close(
         gradient(weighted, logp, old, a, mask), gradient(plain, logp, old, a, mask) * length, rtol=1e-9, atol=0
@@ -176,10 +177,11 @@ def test_the_bonus_ascends_the_entropy(level, reduction):
 
 def test_the_bonus_follows_its_target():
     loss = rpg.algorithm("skywork-or1").loss
-    assert (loss.entropy_bonus, loss.entropy_target, loss.entropy_step) == (0.0, 0.2, 0.005)
+    assert (loss.entropy_bonus, loss.entropy_target, loss.entropy_step) == (0.0, 0.2, 1e-4)
     assert loss.has_bonus
-    assert loss.next_bonus(0.0, 0.1) == 0.005
-    assert loss.next_bonus(0.01, 0.2) == pytest.approx(0.015)
-    assert loss.next_bonus(0.01, 0.21) == pytest.approx(0.005)
-    assert (loss.next_bonus(0.001, 0.3), loss.next_bonus(0.999, 0.1)) == (0.0, 1.0)
+    assert loss.next_bonus(0.0, 0.1) == 1e-4
+    assert loss.next_bonus(0.003, 0.2) == pytest.approx(0.0031)
+    assert loss.next_bonus(0.003, 0.21) == pytest.approx(0.0029)
+    assert (loss.next_bonus(5e-5, 0.3), loss.next_bonus(0.00499, 0.1)) == (0.0, 0.005)
+    assert PolicyLoss(entropy_target=1.0).next_bonus(0.99999, 0.0) == 1.0
     assert PolicyLoss(entropy_bonus=0.1).next_bonus(0.1, 0.0) == 0.1

@@ -97,10 +97,10 @@ def expected(name, b):
         "dppo-kl": lambda: -a * w * near(w, b, a, "kl") * mask / (sequences * 3000),
         "gmpo": lambda: -a * (gm := geometric(log_w, a, length))[0] * gm[1] * mask / length / sequences,
         "luspo": lambda: (
-            -a * (s := (log_sequence / length).exp()) * within(s, a, 1 - 3e-4, 1 + 4e-4) * mask / sequences
+            -a * (s := (log_sequence / length).exp()) * within(s, a, 1 - 2e-3, 1 + 2.5e-3) * mask / sequences
         ),
         "vespo": lambda: -a * soft(log_sequence.exp(), a) * token_mean,
-        "clip-cov": lambda: ppo * chosen(b) * token_mean,
+        "clip-cov": lambda: -a * w * within(w, a, 0.0, 2.0) * chosen(b) * token_mean,
         "kl-cov": lambda: (-a * w + chosen(b) * log_w.sign()) * token_mean,
         "high-entropy": lambda: -a * w * within(w, a, 0.8, 1.28) * chosen(b) * token_mean,
         "skywork-or1": lambda: ppo * token_mean,

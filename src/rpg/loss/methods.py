@@ -495,15 +495,15 @@ def gmpo_plain(logp, old, ref, A, mask):
 
 @preset("luspo", "arXiv 2602.05261")
 def luspo() -> Algorithm:
-    """GSPO's loss times |y|, so that a token counts the same in short and long responses; c = −A·S·1{in}."""
-    return row(gspo().loss.replace(length_weighted=True), Advantage("group-mean-std"))
+    """GSPO's loss times |y|, so that a token counts the same in every response; bounds (1 − 2e-3, 1 + 2.5e-3)."""
+    return row(gspo().loss.replace(clip=clip.Box(2e-3, 2.5e-3), length_weighted=True), Advantage("group-mean-std"))
 
 
 @plain("luspo")
 def luspo_plain(logp, old, ref, A, mask):
     length = mask.sum(-1, keepdim=True)
     S = (((logp - old) * mask).sum(-1, keepdim=True) / length).exp()
-    return (length * ppo_clip(S, A, 1 - 3e-4, 1 + 4e-4)).mean()
+    return (length * ppo_clip(S, A, 1 - 2e-3, 1 + 2.5e-3)).mean()
 
 
 @preset("vespo", "arXiv 2602.10693")
@@ -522,15 +522,15 @@ def vespo_plain(logp, old, ref, A, mask):
 
 @preset("clip-cov", "arXiv 2505.22617")
 def clip_cov() -> Algorithm:
-    """PPO-clip; a random 0.02 % of the tokens, of those with (A − mean)(log π − mean) in (1, 5), do not learn."""
-    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2), gate=gates.ClipCov(2e-4, 1.0, 5.0))
+    """−min(r·A, clip(r, 0, 2)·A); a random 0.02 % of tokens with (A − mean)(log π − mean) in (1, 5) do not learn."""
+    loss = PolicyLoss("none", 0, "differentiable", clip.Box(None, 1.0), gate=gates.ClipCov(2e-4, 1.0, 5.0))
     return row(loss, Advantage("group-mean-std"))
 
 
 @plain("clip-cov")
 def clip_cov_plain(logp, old, ref, A, mask, chosen):
     r = (logp - old).exp()
-    return token_mean(ppo_clip(r, A, 0.8, 1.2) * chosen, mask)  # chosen, [B,T]: see gates.ClipCov
+    return token_mean(ppo_clip(r, A, 0, 2) * chosen, mask)  # chosen, [B,T]: see gates.ClipCov
 
 
 @preset("kl-cov", "arXiv 2505.22617")
@@ -561,8 +561,9 @@ def high_entropy_plain(logp, old, ref, A, mask, chosen):
 
 @preset("skywork-or1", "arXiv 2505.22312")
 def skywork_or1() -> Algorithm:
-    """PPO-clip − α·entropy, no KL, token mean; α moves by 0.005 a step to keep the entropy at 0.2 or above."""
-    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2), entropy_target=0.2, entropy_step=0.005)
+    """PPO-clip − α·entropy, no KL, token mean; α moves by 1e-4 a step, up to 0.005, to keep the entropy at 0.2."""
+    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2))
+    loss = loss.replace(entropy_target=0.2, entropy_step=1e-4, entropy_bonus_limit=0.005)
     return row(loss, Advantage("group-mean-std"), dynamic_sampling=True)
 
 

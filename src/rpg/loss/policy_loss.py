@@ -38,7 +38,6 @@ class LossOutput:
 
 
 _WHY_NEEDED = {"ref_logp": "its KL is anchored elsewhere than at old", "keep": "see rpg.clip.curvature_keep"}
-ENTROPY_BONUS = (0.0, 1.0)  # between these a target moves it
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,8 @@ class PolicyLoss:
     length_weighted: at the sequence levels: a response's loss counts once for each of its tokens (LUSPO).
     gate: a rule of ``rpg.gates`` that compares all tokens of an optimiser step.
     entropy_bonus: α of −α·entropy in the loss; it needs the ``entropy`` of the call, with its gradient.
-    entropy_target: ``next_bonus`` raises α by ``entropy_step`` after a step below this entropy, and lowers it above.
+    entropy_target: ``next_bonus`` raises α by ``entropy_step`` after a step below this entropy, and lowers it above,
+        between 0 and ``entropy_bonus_limit``.
     kl_to_go: rkl/urkl as a KL reward-to-go, exact for the sequence objective. It stands outside the clip.
     kl_ratio_cap: upper bound of w inside the KL term's weight (CPGD; reinforce only).
     constant: tokens per sequence for reduction='constant'.
@@ -83,7 +83,8 @@ class PolicyLoss:
     gate: Gate | None = None
     entropy_bonus: float = 0.0
     entropy_target: float | None = None
-    entropy_step: float = 0.005
+    entropy_step: float = 1e-4
+    entropy_bonus_limit: float = 1.0
     kl_to_go: bool = False
     kl_ratio_cap: float | None = None
     constant: float | None = None
@@ -192,8 +193,7 @@ class PolicyLoss:
         if self.entropy_target is None:
             return bonus
         step = self.entropy_step if entropy <= self.entropy_target else -self.entropy_step
-        low, high = ENTROPY_BONUS
-        return min(max(bonus + step, low), high)
+        return min(max(bonus + step, 0.0), self.entropy_bonus_limit)
 
     @property
     def needs_sampler(self) -> bool:
