@@ -116,16 +116,8 @@ class ShardedPolicy(Policy):
         """Free the embeddings and the head, which are kept whole from a forward to its backward pass."""
         self.model.reshard()
 
-    def _compute(
-        self,
-        inputs: dict[str, Tensor],
-        state_N: Tensor,
-        target_N: Tensor,
-        within: Callable[[], AbstractContextManager[Any]],
-        recompute: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        out: tuple[Tensor, Tensor, Tensor | None]
-        out = self.model._rpg_compute(inputs, state_N, target_N, within, recompute)
+    def _compute(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        out: tuple[Tensor, Tensor, Tensor | None] = self.model._rpg_compute(*args)
         return out
 
     def _compute_whole(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ from ..distributed.context import RunContext
 from ..distributed.ranks import ALONE, LOST, RankFailed, World
 from ..distributed.shards import ShardedPolicy
 from ..models.policy import Policy
-from ..rollout import NotFinite
+from ..rollout import NotFinite, TooManyKept
 from ..run import checkpoint
 from ..run.config import Config
 from ..run.folder import locked, read_rows
@@ -63,6 +63,7 @@ EXPECTED = (
     RewardError,
     PromptTooLong,
     NotFinite,
+    TooManyKept,
     OSError,
     SafetensorError,
     torch.OutOfMemoryError,

@@ -186,9 +186,6 @@ def warnings_about(method: Method, config: Config) -> Iterator[str]:
             f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
-    engines = rollout.old_logp == "engine" or (rollout.old_logp == "auto" and rollout.engine == "native")
-    if (rollout.top_p < 1 or rollout.top_k > 0) and engines:
-        yield "with top-p or top-k the ratios of policy to sampler start below 1, and a clip takes that for drift"
     if config.reference.update != "auto" and not method.has_kl:
         yield f"reference.update={config.reference.update} has no effect: {method.name} has no KL term"
 
