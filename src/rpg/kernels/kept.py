@@ -61,18 +61,38 @@ class Kept:
 class Columns:
     """The sets by columns of the vocabulary, to hide what is outside in a chunk of logits."""
 
-    def __init__(self, kept: Kept):
-        self.ids_K, order_K = kept.ids_K.sort(stable=True)
-        self.row_K = kept.row_K[order_K]
+    def __init__(self, kept: Kept, vocabulary: int):
+        self.kept, self.vocabulary = kept, vocabulary
+        self._width, self._ends = 0, [0]  # of the chunks, and where the ids of each end
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        ids_K, order_K = self.kept.ids_K.sort(stable=True)
+        return ids_K, self.kept.row_K[order_K]
 
     def hide(self, logits_NC: Tensor, columns: slice, tokens: slice) -> None:
-        ends = torch.tensor([columns.start, columns.stop], dtype=self.ids_K.dtype, device=self.ids_K.device)
-        begin, end = torch.searchsorted(self.ids_K, ends).tolist()
-        row_M, column_M = self.row_K[begin:end] - tokens.start, self.ids_K[begin:end].long() - columns.start
-        inside_M = (row_M >= 0) & (row_M < len(logits_NC))
-        outside_NC = torch.ones(logits_NC.shape, dtype=torch.bool, device=logits_NC.device)
-        outside_NC[row_M[inside_M], column_M[inside_M]] = False
-        logits_NC.masked_fill_(outside_NC, HIDDEN)
+        """What is inside stays; the rest is HIDDEN."""
+        row_M, id_M = self._inside(columns)
+        row_M, column_M = row_M - tokens.start, id_M.long() - columns.start
+        if len(logits_NC) < self.kept.size:
+            here_M = (row_M >= 0) & (row_M < len(logits_NC))
+            row_M, column_M = row_M[here_M], column_M[here_M]
+        logits_M = logits_NC[row_M, column_M]
+        logits_NC.fill_(HIDDEN)
+        logits_NC[row_M, column_M] = logits_M
+
+    def _inside(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """States and ids of the kept tokens in these columns."""
+        width = columns.stop - columns.start
+        if width == self.vocabulary:
+            return self.kept.row_K, self.kept.ids_K
+        ids_K, row_K = self._sorted
+        if columns.start == 0 and width != self._width:  # the first is as wide as any
+            ends = torch.arange(width, self.vocabulary + width, width, dtype=ids_K.dtype, device=ids_K.device)
+            self._width, self._ends = width, [0, *torch.searchsorted(ids_K, ends).tolist()]  # the host waits once
+        chunk = columns.start // self._width
+        part = slice(self._ends[chunk], self._ends[chunk + 1])
+        return row_K[part], ids_K[part]
 
 
 class Gathered(torch.autograd.Function):

@@ -102,8 +102,9 @@ def _run(
     if kept is not None and kept.few(len(weight_VH)):
         logp_N, entropy_N = Gathered.apply(hidden_NH, weight_VH, target_N, kept, temperature)  # type: ignore[no-untyped-call]
         return logp_N, entropy_N, None
+    columns = None if kept is None else Columns(kept, len(weight_VH))
     out: tuple[Tensor, Tensor, Tensor | None] = _Chunked.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, target_N.contiguous(), ref, temperature, kernels, None if kept is None else Columns(kept)
+        hidden_NH, weight_VH, target_N.contiguous(), ref, temperature, kernels, columns
     )
     return out
 

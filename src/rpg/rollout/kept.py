@@ -17,6 +17,7 @@ from ..kernels.sample import Pool
 
 HOST_BYTES = 2**34  # of the sets of one call at most
 POOL = 2**24  # ids on a GPU, before they go to the host
+AT_ONCE = 256  # responses whose sets are put in order together
 
 
 class TooManyKept(ValueError):
@@ -69,12 +70,16 @@ class KeptStore:
         """Of every request."""
         ids = np.concatenate([np.empty(0, np.int32), *self.chunks])
         self.chunks.clear()
-        starts, sizes, out = self.start_RT.cpu().numpy(), self.size_RT.cpu().numpy(), []
-        for request, length in enumerate(lengths):
-            start, size = starts[request, :length], sizes[request, :length]
+        starts, sizes = self.start_RT.cpu().numpy(), self.size_RT.cpu().numpy()
+        out: list[KeptIds] = []
+        for first in range(0, len(lengths), AT_ONCE):
+            some = slice(first, first + AT_ONCE)
+            told = np.arange(starts.shape[1]) < np.array(lengths[some])[:, None]
+            start, size = starts[some][told], sizes[some][told]
             ends = size.cumsum(dtype=np.int64)
-            where = np.repeat(start - ends + size, size) + np.arange(ends[-1])
-            out.append(KeptIds(ids[where], size.copy()))
+            chosen = ids[np.repeat(start - ends + size, size) + np.arange(ends[-1])]
+            last = np.cumsum(lengths[some])  # the last token of each response, and its last id
+            out += map(KeptIds, np.split(chosen, ends[last - 1])[:-1], np.split(size, last)[:-1])
         return out
 
 

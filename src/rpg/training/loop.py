@@ -43,6 +43,7 @@ from .reference import Reference, batch_logp
 from .setup import (
     check_fit,
     check_rewards,
+    check_rollout,
     check_train,
     held_out,
     make_engine,
@@ -177,6 +178,7 @@ class Trainer:
         if start is not None:
             check_settings(config, start, context)
         self.method = method = method_of(config)
+        check_rollout(config)
         check_rewards(config)
         for text in warnings_about(method, config):
             self._warn(text)

@@ -13,7 +13,7 @@ from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
 from ..models.policy import Policy
 from ..rewards.scoring import Part
-from ..rollout import Engine, NativeEngine
+from ..rollout import Engine, NativeEngine, Sampling
 from ..run.config import Config
 from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
 from ..tasks.reward import functions, make_reward
@@ -176,6 +176,16 @@ def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
     advantage = chosen.advantage(rewards, group, mask=mask, old_logp=old, ref_logp=old, greedy_rewards=rewards)
     keep = mask if chosen.curvature_gate else None
     chosen.loss(logp, old, advantage, mask, ref_logp=old, rollout_logp=old, keep=keep, groups=group)
+
+
+def check_rollout(config: Config) -> None:
+    """Truncated sampling is trained on over the tokens kept, which the engine has to tell."""
+    rollout = config.rollout
+    whole = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p).whole
+    if rollout.engine == "vllm" and not whole:
+        from ..rollout.vllm import check_kept
+
+        check_kept(rollout.top_k)
 
 
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
