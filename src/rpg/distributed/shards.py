@@ -7,8 +7,8 @@ keeps are DTensors or their local parts. A whole copy for sampling stays beside 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 

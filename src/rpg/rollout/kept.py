@@ -103,6 +103,6 @@ class KeptPool:
         if used > len(self.pool.ids_P):
             raise TooManyKept(f"{used} in a few steps")
         if last or used > len(self.pool.ids_P) // 4:
-            store.add(self.pool.ids_P[:used])
+            store.add(self.pool.ids_P[:used].to("cpu", copy=True))  # the pool is written again
             self.pool.cursor_2[1] += used
             self.pool.cursor_2[0] = 0

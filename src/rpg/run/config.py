@@ -75,8 +75,8 @@ class RolloutConfig:
     temperature: Annotated[Positive, FINITE] = 1.0
     """of the sampling distribution; the policy that is trained is this tempered one"""
     top_p: Probability = 1.0
-    """nucleus sampling: from the fewest tokens whose probabilities reach this; the policy that is trained is the one
-    over the tokens kept, at every state"""
+    """nucleus sampling: from the fewest tokens whose probabilities reach this; what is trained is the policy over the
+    tokens kept, with top_k and min_p too"""
     top_k: Natural = 0
     """sample from the k most probable tokens only; 0: all"""
     min_p: Share = 0.0

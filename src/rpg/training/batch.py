@@ -52,6 +52,12 @@ class Batch:
             return None
         return Kept(self.kept_ids_K, self.kept_count_BT[self.mask_BT].long())
 
+    def kept_metrics(self) -> dict[str, float]:
+        """Sizes of the kept sets, where sampling was truncated."""
+        if self.kept is None:
+            return {}
+        return {"kept/mean": len(self.kept.ids_K) / self.kept.size, "kept/max": float(self.kept.count_N.max())}
+
     def advantage_of_responses(self) -> list[float]:
         """One a response: that of the first token, where each has its own."""
         assert self.advantage is not None

@@ -328,7 +328,7 @@ class Trainer:
             batch = with_advantages(batch, self.method.advantage, experience.greedy)
             metrics = self.updater.update(batch, step)
             self.old_logp.measure(metrics)
-            row |= metrics | {"old_logp/recomputed": float(recompute)}
+            row |= metrics | {"old_logp/recomputed": float(recompute)} | batch.kept_metrics()
             advantages = batch.advantage_of_responses()
             self.sync()
         renewed = self.reference.after_step(step, learner, row.get("kl/ref"))

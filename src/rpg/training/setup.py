@@ -190,7 +190,7 @@ def check_rollout(config: Config) -> None:
 
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
-    optim, rollout, loss = config.optim, config.rollout, method.loss
+    optim, loss = config.optim, method.loss
     if isinstance(loss.clip, Unweighted) and loss.divergence == "none" and optim.minibatches * optim.epochs > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
