@@ -36,7 +36,7 @@ TERSE = [
 ]
 NOISE = ("mismatch/",)  # is rounding, and nothing else
 RENEWED = ["--algorithm", "grpo-corrected", "--reference.update", "every", "--reference.every", "2"]
-RENEWED += ["--rollout.top_p", "0.9", "--rollout.dynamic", "true", "--steps", "4", "--optim.name", "schedule-free"]
+RENEWED += ["--rollout.dynamic", "true", "--steps", "4", "--optim.name", "schedule-free"]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,8 @@ def copied(source: Path, target: Path, step: int) -> Path:
 
 
 def test_two_ranks_are_one(launcher: Launcher, tmp_path: Path) -> None:
-    """The sampling policy is the reference; dynamic sampling; micro-batches of less than a rank's share."""
-    argv = [*TERSE, "--steps", "3", "--optim.micro_tokens", "120", "--optim.recompute", "true"]
+    """Truncated sampling; the sampling policy is the reference; dynamic sampling; micro-batches of less than a share."""
+    argv = [*TERSE, "--rollout.top_p", "0.9", "--steps", "3", "--optim.micro_tokens", "120", "--optim.recompute", "true"]
     one, two = tmp_path / "one", tmp_path / "two"
     run(launcher, one, *argv, ranks=1)
     job = run(launcher, two, *argv)
@@ -109,7 +109,7 @@ def test_two_ranks_are_one(launcher: Launcher, tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_any_number_of_ranks(launcher: Launcher, tmp_path: Path) -> None:
-    """Truncated sampling; a reference that is renewed every two steps; weights that are not the ones in model/, which has their average.
+    """A reference that is renewed every two steps; weights that are not the ones in model/, which has their average.
     Written by two, read by one and by two; by one, read by two."""
     one, two = tmp_path / "one", tmp_path / "two"
     run(launcher, one, *TERSE, *RENEWED, ranks=1)

@@ -1,5 +1,5 @@
-"""Truncated sampling by exact enumeration, in float64: over the kept sets the expected gradient is that of the truncated
-policy's objective; without them it is another one's."""
+"""Truncated sampling by exact enumeration, in float64: over the kept sets the expected gradient is that of the
+truncated policy's objective; without them it is another one's."""
 
 import itertools
 
