@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = {"cuda": 2**25, "cpu": 2**20}  # numbers of gathered rows at once
+CHUNK = {"cuda": 2**24, "cpu": 2**20}  # numbers of gathered rows at once
 WORTH = {"cuda": 2048, "cpu": 256}  # a gathered logit costs as much as so many of a product of matrices
 HIDDEN = -1e30  # the logit of a token outside: finite, so that 0 times it is 0
 
