@@ -68,13 +68,17 @@ def text(ids):
     return " ".join(f"w{i}" for i in ids)
 
 
-def groups(policy, seed=0, sizes=(4, 3, 5), longest=9, noise=0.3):
-    """Groups of random responses of all lengths, whose log-probabilities are the policy's with some noise."""
-    from rpg.rollout import Rollout
+def groups(policy, seed=0, sizes=(4, 3, 5), longest=9, noise=0.3, kept=False):
+    """Groups of random responses of all lengths, whose log-probabilities are the policy's with some noise.
+
+    With ``kept`` each token was drawn from a random set, over which they are.
+    """
+    from rpg.kernels.kept import Kept
+    from rpg.rollout import KeptIds, Rollout
     from rpg.tasks import Problem
     from rpg.training.collect import Group, Response
 
-    g = torch.Generator().manual_seed(seed)
+    g, of_sets = (torch.Generator().manual_seed(seed) for _ in range(2))
 
     def number(low, high):
         return int(torch.randint(low, high, (1,), generator=g))
@@ -86,10 +90,16 @@ def groups(policy, seed=0, sizes=(4, 3, 5), longest=9, noise=0.3):
         for i in range(size):
             tokens = [number(2, VOCABULARY) for _ in range(number(1, longest + 1))]
             ids, mask = torch.tensor([prompt + tokens]), torch.ones(1, len(tokens), dtype=torch.bool)
+            sets = None
+            if kept:
+                kept_TV = torch.rand(len(tokens), VOCABULARY, generator=of_sets) < 0.15
+                kept_TV[torch.arange(len(tokens)), tokens] = True
+                sets = Kept(kept_TV.nonzero()[:, 1].int(), kept_TV.sum(-1))
             with torch.no_grad():
-                logp = policy.score(ids, torch.tensor([len(prompt)]), mask).logp_BT[0]
+                logp = policy.score(ids, torch.tensor([len(prompt)]), mask, kept=sets).logp_BT[0]
             logp = logp + noise * torch.randn(len(tokens), generator=g)
             reward = float(torch.rand((), generator=g)) if i else 1.0
-            responses.append(Response(Rollout(tokens, logp.tolist(), True), text(tokens), reward))
+            told = None if sets is None else KeptIds(sets.ids_K.numpy(), sets.count_N.int().numpy())
+            responses.append(Response(Rollout(tokens, logp.tolist(), True, told), text(tokens), reward))
         made.append(Group(Problem(text(prompt), ""), prompt, responses, greedy=0.5))
     return made

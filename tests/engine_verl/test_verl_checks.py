@@ -80,6 +80,7 @@ PENALTY = "+reward.reward_kwargs.overlong_buffer_cfg.enable=True"
         (Case("dapo"), [PENALTY, f"{FILTER}.enable=False", "trainer.use_v1=False"], "trainer.use_v1=True only"),
         (Case("dapo"), [f"{FILTER}.metric=signal"], "an overlong penalty, which is off"),
         (Case("ppo", reference="every"), [], "reference.update=every has no effect"),
+        (Case("ppo"), ["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9: the loss compares the whole policy"),
     ],
 )
 def test_what_is_seldom_meant_is_remarked_upon(case, more, line):

@@ -69,10 +69,10 @@ def starting():
 
 
 @torch.no_grad()
-def forward_logp(model, prompt, tokens, temperature=1.0, top_p=1.0, top_k=0):
+def forward_logp(model, prompt, tokens, temperature=1.0, **how):
     ids = torch.tensor([[*prompt, *tokens]])
     logits_TV = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
-    return truncate(logits_TV, top_p, top_k).log_softmax(-1)[torch.arange(len(tokens)), tokens]
+    return truncate(logits_TV, **how).log_softmax(-1)[torch.arange(len(tokens)), tokens]
 
 
 def worst(model, prompts, groups, **how):

@@ -17,6 +17,7 @@ from engine_vllm.small_models import (
     tokens,
     worst,
 )
+from rpg.kernels.sample_torch import truncate
 from rpg.rollout import NativeEngine
 
 pytestmark = needs_vllm
@@ -47,7 +48,14 @@ def native(model):
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}, {"top_k": 9, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"top_k": 5},
+        {"top_k": 9, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    ],
     ids=str,
 )
 def test_logp_is_that_of_the_distribution_sampled_from(model, engine, how):
@@ -56,6 +64,27 @@ def test_logp_is_that_of_the_distribution_sampled_from(model, engine, how):
     assert worst(model, PROMPTS, found, **how) < CLOSE
     if how:
         assert worst(model, PROMPTS, found) > 0.1  # of the plain distribution it is not
+
+
+@pytest.mark.parametrize("how", [{"top_k": 5}, {"top_k": 70, "top_p": 0.9}, {"top_k": 9, "min_p": 0.1}], ids=str)
+def test_kept_sets_are_those_of_the_native_engine(model, engine, how):
+    found = engine.generate(PROMPTS, n=3, max_new_tokens=12, temperature=1.2, seed=3, kept=True, **how)
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        for rollout in group:
+            ids = torch.tensor([prompt + rollout.tokens])
+            with torch.no_grad():
+                logits_TV = model(ids).logits[0, len(prompt) - 1 : -1] / 1.2
+            kept_TV = truncate(logits_TV, **how).isfinite()
+            assert rollout.kept.counts.tolist() == kept_TV.sum(-1).tolist()
+            assert rollout.kept.ids.tolist() == kept_TV.nonzero()[:, 1].tolist()
+    assert worst(model, PROMPTS, found, temperature=1.2, **how) < CLOSE
+    assert all(r.kept is None for r in flat(engine.generate(PROMPTS, n=1, max_new_tokens=4, **how)))
+
+
+@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5000}], ids=str)
+def test_a_set_that_vllm_cannot_tell_is_refused_in_one_line(engine, how):
+    with pytest.raises(ValueError, match=r"^rollout.engine=vllm tells which tokens were kept only[^\n]*native$"):
+        engine.generate(PROMPTS, kept=True, **how)
 
 
 def test_greedy_is_the_native_engine_token_by_token(model, engine):

@@ -100,12 +100,19 @@ def test_a_resumed_run_is_the_run_itself(tmp_path, whole):
 
 @pytest.mark.parametrize("rule", ["tis", "icepop"])
 def test_a_mismatch_rule_has_the_engines_log_probabilities(tmp_path, rule):
-    """They differ for certain where the engine truncates and the trainer does not."""
-    rows = train(tmp_path / "run", "--steps", 2, "--loss.mismatch", rule, "--rollout.top_p", "0.7")
-    for row in rows[1:]:
-        assert row["mismatch/max_log_ratio"] > 0.05
-        assert row["mismatch/kl"] > 1e-4
+    """With truncated sampling too, both over the tokens kept: what differs is float error."""
+    how = ("--loss.mismatch", rule, "--rollout.top_p", "0.7", "--rollout.top_k", "10")
+    for row in train(tmp_path / "run", "--steps", 2, *how)[1:]:
+        assert 0 < row["mismatch/max_log_ratio"] < 1e-3
+        assert 0 <= row["mismatch/kl"] < 1e-8
         assert row["old_logp/recomputed"] == 1
+
+
+def test_truncated_sampling_without_a_bound_is_one_line(tmp_path):
+    done = rpg("train", "--output", tmp_path / "run", *TINY, "--rollout.top_p", "0.9")
+    assert done.returncode == 2
+    assert "--rollout.top_k 100" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_an_adapter(tmp_path):

@@ -126,6 +126,10 @@ def test_evaluation_is_that_of_rpg_train_or_none():
     assert "eval_on_start" not in trl.fields(with_it)
     assert "eval_dataset=None" in trl.script(with_it)
     assert "no top_k (rollout.top_k=20): TRL evaluates as it samples" in trl.script(with_it)
+    assert trl.fields(without)["min_p"] is None
+    least = recipe(**same, **{"rollout.min_p": 0.05})
+    assert trl.fields(least)["min_p"] == 0.05
+    assert "no min_p (rollout.min_p=0.05): TRL evaluates as it samples" in trl.script(least)
 
 
 def test_one_step_on_a_batch_has_every_reference():

@@ -146,6 +146,10 @@ def test_liger_is_off_with_a_message(tmp_path):
 def test_messages_at_the_start(tmp_path, caplog):
     make(tmp_path)
     assert "no others are sampled in their place" in caplog.text
+    assert "another objective" not in caplog.text
+    caplog.clear()
+    make(tmp_path, top_p=0.9, generation_kwargs={"min_p": 0.1})
+    assert "top_p=0.9 min_p=0.1: the loss compares the whole policy with a truncated sampler" in caplog.text
     caplog.clear()
     make(tmp_path, algorithm="reinforce", num_iterations=2, reference_update="kl")
     assert "only the first of 2 optimiser steps on a generation is on-policy" in caplog.text

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import rpg.kernels.logp  # noqa: F401
+from rpg.kernels import kept as kept_module
+from rpg.kernels.kept import Kept
 
 module = sys.modules["rpg.kernels.logp"]
 N, V, H = 37, 53, 16
@@ -73,6 +75,39 @@ def compare(data: Inputs, temperature: float, kl: bool, only: int | None = None,
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=near * max(1.0, float(b.detach().abs().max())))
 
 
+def kept_sets(data: Inputs) -> Kept:
+    """A random set of each state, the target in it; some of one token, one of all."""
+    n, v = len(data.hidden), len(data.weight)
+    kept_NV = torch.rand(n, v, generator=torch.Generator().manual_seed(3)) < 0.2
+    kept_NV[::4], kept_NV[1] = False, True
+    kept_NV[torch.arange(n), data.target] = True
+    return Kept(kept_NV.nonzero()[:, 1].int(), kept_NV.sum(-1))
+
+
+def exact_kept(data: Inputs, kept: Kept, temperature: float, only: int | None) -> list[Tensor]:
+    """A state at a time, from the logits of its own tokens alone, in float64."""
+    h, w = data.hidden.double().detach().requires_grad_(), data.weight.double().detach().requires_grad_()
+    logp, entropy = [], []
+    for n, ids in enumerate(torch.split(kept.ids_K.long(), kept.count_N.tolist())):
+        p = torch.distributions.Categorical(logits=(w[ids] @ h[n]) / temperature)
+        logp.append(p.log_prob((ids == data.target[n]).nonzero()[0, 0]))
+        entropy.append(p.entropy())
+    out = [torch.stack(logp), torch.stack(entropy)]
+    _loss(out, data.up, only).backward()
+    return [*out, h.grad, w.grad]  # type: ignore[list-item]
+
+
+def compare_kept(data: Inputs, temperature: float, only: int | None, near: float = 2e-5) -> None:
+    kept = kept_sets(data)
+    h, w = data.hidden.detach().requires_grad_(), data.weight.detach().requires_grad_()
+    out = module.linear_logp(h, w, data.target, temperature, kept)
+    _loss(out, data.up, only).backward()
+    for a, b in zip([*out, h.grad, w.grad], exact_kept(data, kept, temperature, only), strict=True):
+        assert a.dtype in (data.hidden.dtype, torch.float32)
+        error = (a.double() - b).abs().max()
+        assert error <= near * max(1.0, float(b.detach().abs().max())), error
+
+
 def triton(rows: int, columns: int, block: int) -> None:
     """From here on linear_logp runs the kernels, in chunks of rows × columns."""
     from rpg.kernels.triton import logp as linear_logp_triton
@@ -87,6 +122,14 @@ def check_values_and_gradients() -> None:
     for (rows, columns, block), kl in itertools.product([(37, 53, 64), (37, 20, 8), (10, 53, 16)], (False, True)):
         triton(rows, columns, block)
         compare(inputs(), 0.7, kl)
+
+
+def check_kept() -> None:
+    """Chunks in which all but the kept sets is hidden."""
+    with patch.dict(kept_module.WORTH, cpu=10**9):
+        for rows, columns, block in ((37, 53, 64), (37, 20, 8), (10, 53, 16), (10, 9, 16)):
+            triton(rows, columns, block)
+            compare_kept(inputs(), 0.7, None)
 
 
 def check_each_output_alone() -> None:

@@ -6,10 +6,12 @@ import math
 
 import torch
 
-from rpg.kernels.sample import fused_sample, launch
+from rpg.kernels.sample import Pool, fused_sample, launch
 from rpg.kernels.sample_torch import sample, truncate
+from rpg.kernels.step import DEAD, LENGTH, SLOT
 
 LAST = 1 - 2.0**-53
+MIN_P = [(1.0, 1.0, 0, 0.1), (0.8, 0.9, 6, 0.05), (1.3, 0.7, 0, 0.2), (1.0, 1.0, 9, 1.0)]
 HOW = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 1.0, 5), (1.0, 0.8, 0), (0.6, 0.95, 0), (1.3, 0.9, 7), (1.0, 0.3, 40)]
 
 
@@ -19,7 +21,7 @@ def draw(rows: int, vocabulary: int, seed: int = 0, scale: float = 2.0) -> tuple
     return logits, torch.rand(rows, generator=generator, dtype=torch.double)
 
 
-def agree(logits: torch.Tensor, u: torch.Tensor, how: tuple[float, float, int], **settings: int) -> set[int]:
+def agree(logits: torch.Tensor, u: torch.Tensor, how: tuple[float, ...], **settings: int) -> set[int]:
     """Tokens and log-probabilities of the kernels are those of sample(); which tokens."""
     want_token, want_logp = sample(logits, u, *how)
     token, logp = launch(logits, u, *how, **settings)  # type: ignore[arg-type]
@@ -34,6 +36,62 @@ def check_sizes() -> None:
     for vocabulary, hows in ((8, HOW[::5]), (130, HOW), (1000, HOW[::5])):
         for how in hows:
             agree(*draw(2, vocabulary, vocabulary), how)
+
+
+def check_min_p() -> None:
+    for how in MIN_P:
+        agree(*draw(3, 130, 7), how)
+        agree(*draw(3, 130, 7), how, room=4)
+
+
+def pool(slots: int, tokens: int, size: int) -> Pool:
+    table = torch.full((slots, tokens), -1)
+    return Pool(torch.full((size,), -1, dtype=torch.int32), torch.tensor([3, 1000]), table, table.clone().int())
+
+
+def state(rows: int) -> torch.Tensor:
+    """Rows 1, 4, … are dead; the others have drawn so many tokens."""
+    found = torch.zeros(5, rows + 2, dtype=torch.int32)[:, :rows]
+    found[SLOT] = torch.arange(rows).flip(0)
+    found[LENGTH] = torch.arange(rows) % 3 - 1
+    found[LENGTH, 1::3] = DEAD
+    return found
+
+
+def kept_of(pool: Pool, slot: int, t: int) -> list[int]:
+    begin, size = int(pool.start_SR[slot, t]) - 1000, int(pool.size_SR[slot, t])
+    return pool.ids_P[begin : begin + size].tolist()
+
+
+def check_kept_sets() -> None:
+    """Those of truncate(), in order, of live rows only; a pool without room is not written beyond its end."""
+    rows = 7
+    for half, how, settings in [
+        *((False, (*how, 0.0), {}) for how in HOW[2:]),
+        *((True, how, {"room": 8}) for how in MIN_P),
+        (False, (1.0, 0.9, 0, 0.01), {"room": 8, "search": (128, 8, 4)}),
+        (False, (1.0, 0.95, 0, 0.0), {"search": (128, 8, 4)}),
+    ]:
+        logits, u = draw(rows, 300, 8, scale=1.0)
+        logits[0, :250] = -torch.inf
+        logits = logits.bfloat16() if half else logits
+        want = truncate(logits.float() / how[0], *how[1:]).isfinite()
+        sets, books = pool(rows, 3, 4000), state(rows)
+        token, logp = launch(logits, u, *how, kept=(sets, books), **settings)  # type: ignore[arg-type]
+        again = launch(logits, u, *how, **settings)  # type: ignore[arg-type]
+        assert torch.equal(token, again[0])
+        assert torch.equal(logp, again[1])
+        alive = [row for row in range(rows) if books[LENGTH, row] > DEAD]
+        for row in alive:
+            found = kept_of(sets, int(books[SLOT, row]), int(books[LENGTH, row]) + 1)
+            assert found == want[row].nonzero()[:, 0].tolist(), (how, row)
+        total = int(want[alive].sum())
+        assert sets.cursor_2.tolist() == [3 + total, 1000]
+        assert (sets.size_SR >= 0).sum() == len(alive)
+        assert (sets.ids_P >= 0).sum() == total
+        full = pool(rows, 3, 3 + total - 1)
+        launch(logits, u, *how, kept=(full, books), **settings)  # type: ignore[arg-type]
+        assert int(full.cursor_2[0]) == 3 + total > len(full.ids_P)
 
 
 def check_rows_with_no_room_for_the_tokens_collected() -> None:

@@ -21,7 +21,7 @@ def test_kernels(name):
 
 def test_on_a_cpu_it_is_sample():
     logits, u = sample_checks.draw(40, 50)
-    for how in (*sample_checks.HOW, (0.0, 1.0, 0)):
+    for how in (*sample_checks.HOW, *sample_checks.MIN_P, (0.0, 1.0, 0)):
         got, want = fused_sample(logits, u, *how), sample(logits, u, *how)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])

@@ -8,18 +8,19 @@ import pytest
 import torch
 from scipy import stats
 
-from rpg.kernels.sample_torch import truncate
+from rpg.kernels.sample_torch import sample_kept, truncate
 from rpg.rollout import Sampling, sample, uniforms
 
 LOGITS = torch.tensor([1.5, -0.3, 0.2, -2.0, 0.9, -torch.inf, 0.21, -1.0])
 LAST = 1 - 2.0**-53  # the largest that a generator of uniform numbers gives
 
 
-def enumerated(logits, temperature=1.0, top_p=1.0, top_k=0):
+def enumerated(logits, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
     """The distribution to be drawn from, in plain Python."""
     logits = [float(x) / temperature for x in logits]
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     order = order[:top_k] if top_k else order
+    order = [i for i in order if math.exp(logits[i] - max(logits)) >= min_p]
     weights = {i: math.exp(logits[i]) for i in order}
     kept, reached = [], 0.0
     for i in order:
@@ -39,6 +40,9 @@ SETTINGS = [
     {"top_p": 0.7},
     {"top_p": 0.01},
     {"temperature": 1.7, "top_p": 0.8, "top_k": 5},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"temperature": 1.7, "top_p": 0.9, "top_k": 6, "min_p": 0.25},
 ]
 
 
@@ -103,6 +107,36 @@ def test_tokens_tied_with_the_last_one_kept_are_kept():
     assert truncate(torch.zeros(2, 7), 0.1, 1).isfinite().all()
 
 
+def kept_by_sorting(row, top_p, top_k, min_p):
+    """In plain Python, with ties: all that are no less probable than the last one that is needed."""
+    row = [float(x) for x in row]
+    if 0 < top_k < len(row):
+        row = [x if x >= sorted(row)[-top_k] else -math.inf for x in row]
+    row = [x if x >= max(row) + (math.log(min_p) if min_p else -math.inf) else -math.inf for x in row]
+    weights = sorted((math.exp(x - max(row)) for x in row), reverse=True)
+    reached, needed = 0.0, 0
+    while needed < len(weights) and (top_p == 1 or reached < top_p * sum(weights)):
+        reached, needed = reached + weights[needed], needed + 1
+    last = sorted(row, reverse=True)[needed - 1]
+    return [i for i, x in enumerate(row) if x >= last and x > -math.inf]
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize(
+    "how", [(0.8, 0, 0.0), (1.0, 6, 0.0), (1.0, 0, 0.1), (0.85, 9, 0.02), (0.6, 0, 0.15), (0.99, 30, 0.0)]
+)
+def test_kept_sets_are_those_of_a_plain_sort(how, coarse):
+    logits = torch.randn(60, 23, generator=torch.Generator().manual_seed(5)) * 2
+    logits = logits.round() if coarse else logits  # whole numbers: ties in every row
+    token, logp, kept = sample_kept(logits, torch.from_numpy(uniforms(3, 0, 0, 60)), 1.0, *how)
+    for i in range(60):
+        ids = kept_by_sorting(logits[i], *how)
+        assert kept[i].nonzero()[:, 0].tolist() == ids
+        assert int(token[i]) in ids
+        over = logits[i, ids].double().log_softmax(-1)[ids.index(int(token[i]))]
+        assert float(logp[i]) == pytest.approx(float(over), abs=1e-5)
+
+
 def test_rows_do_not_see_each_other():
     logits = torch.randn(20, 11, generator=torch.Generator().manual_seed(1))
     u = torch.from_numpy(uniforms(3, 0, 0, 20))
@@ -137,6 +171,8 @@ def test_uniform_numbers_depend_on_seed_prompt_sample_and_nothing_else():
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": math.nan}, "min_p"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_in_one_line(settings, name):
@@ -147,4 +183,8 @@ def test_settings_that_mean_nothing_are_refused_in_one_line(settings, name):
 def test_whole_says_whether_every_token_can_be_drawn():
     assert Sampling(4).whole
     assert Sampling(4, temperature=0.3).whole
-    assert not any(Sampling(4, **how).whole for how in ({"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}))
+    cut = ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1})
+    assert not any(Sampling(4, **how).whole for how in (*cut, {"temperature": 0.0}))
+    assert all(Sampling(4, **how, kept=True).gives_kept for how in cut)
+    assert not any(Sampling(4, **how).gives_kept for how in cut)
+    assert not any(Sampling(4, **how, temperature=0.0, kept=True).gives_kept for how in cut)

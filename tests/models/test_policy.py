@@ -9,6 +9,7 @@ import transformers
 
 import tiny
 from rpg.kernels import custom_attention
+from rpg.kernels.kept import Kept
 from rpg.models import BUILTIN, architecture
 from rpg.models import policy as policy_module
 from rpg.models.policy import Policy
@@ -64,6 +65,36 @@ def test_gradients_are_those_of_the_naive_computation(name):
     found = {key: p.grad.clone() for key, p in chosen.model.named_parameters()}
     chosen.model.zero_grad()
     sum(naive(chosen.model, *pair, 0.7)[0].sum() for pair in zip(PROMPTS, RESPONSES, strict=True)).backward()
+    for key, p in chosen.model.named_parameters():
+        assert torch.allclose(found[key], p.grad, rtol=1e-3, atol=1e-4), key
+
+
+@pytest.mark.parametrize("chunk", [2**25, 1], ids=["at once", "a state at a time"])
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2-final-cap", "phi-bias", "granite-scale"])
+def test_over_kept_sets_it_is_the_softmax_of_their_logits(name, chunk, monkeypatch):
+    """Values and gradients, of heads that are linear and of those that are not."""
+    monkeypatch.setattr(policy_module, "CHUNK_ELEMENTS", chunk)
+    chosen = policy(name, temperature=0.7, dtype=torch.float64)
+    ids, start, mask = padded()
+    targets = torch.tensor([token for response in RESPONSES for token in response])
+    kept_NV = torch.rand(len(targets), tiny.VOCABULARY, generator=torch.Generator().manual_seed(2)) < 0.2
+    kept_NV[torch.arange(len(targets)), targets] = True
+    sets = Kept(kept_NV.nonzero()[:, 1].int(), kept_NV.sum(-1))
+    scored = chosen.score(ids, start, mask, kept=sets)
+    scored.logp_BT.sum().backward()
+    found = {key: p.grad.clone() for key, p in chosen.model.named_parameters()}
+    chosen.model.zero_grad()
+    logits = [
+        chosen.model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1] for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    total = 0.0
+    for n, logits_V in enumerate(torch.cat(logits)):
+        over = torch.distributions.Categorical(logits=logits_V[kept_NV[n]] / 0.7)
+        logp = over.log_prob(kept_NV[n, : targets[n]].sum())
+        assert float(scored.logp_BT[mask][n].detach()) == pytest.approx(float(logp.detach()), abs=1e-5)
+        assert float(scored.entropy_BT[mask][n]) == pytest.approx(float(over.entropy().detach()), abs=1e-5)
+        total = total + logp
+    total.backward()
     for key, p in chosen.model.named_parameters():
         assert torch.allclose(found[key], p.grad, rtol=1e-3, atol=1e-4), key
 

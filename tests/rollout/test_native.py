@@ -9,7 +9,8 @@ from scipy import stats
 
 import tiny
 from rollout.engines import PROMPTS, engine, flat, forward_logp
-from rpg.rollout import NativeEngine
+from rpg.kernels.sample_torch import truncate
+from rpg.rollout import NativeEngine, TooManyKept, kept
 
 ATTENTION = "sdpa"
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -54,6 +55,40 @@ def test_truncated_logp_is_renormalised(llama):
             assert len(at) == len(rollout.tokens)  # all among the five
             expected = best.values.log_softmax(-1)[at[:, 0], at[:, 1]]
             assert torch.allclose(torch.tensor(rollout.logp), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("pool", [2**24, 2**11], ids=["roomy", "spilled"])
+@pytest.mark.parametrize("how", [{"top_p": 0.8}, {"top_k": 6, "top_p": 0.9, "min_p": 0.1}], ids=str)
+def test_kept_sets_are_what_each_token_was_drawn_from(llama, how, pool, monkeypatch):
+    """In the order of the responses, whatever the slots; and over them the log-probability is the sampler's."""
+    monkeypatch.setattr(kept, "POOL", pool)
+    made = engine(llama, slots=4)
+    found = made.generate(PROMPTS, n=3, max_new_tokens=12, temperature=1.3, seed=1, kept=True, **how)
+    for prompt, group in zip(PROMPTS, found, strict=True):
+        for rollout in group:
+            with torch.no_grad():
+                logits = llama(torch.tensor([prompt + rollout.tokens])).logits[0, len(prompt) - 1 : -1] / 1.3
+            expected = truncate(logits, **how)
+            assert rollout.kept.counts.tolist() == expected.isfinite().sum(-1).tolist()
+            assert rollout.kept.ids.tolist() == expected.isfinite().nonzero()[:, 1].tolist()
+            logp = expected.log_softmax(-1)[torch.arange(len(rollout.tokens)), rollout.tokens]
+            assert torch.allclose(torch.tensor(rollout.logp), logp, atol=1e-4)
+    plain = made.generate(PROMPTS, n=3, max_new_tokens=12, temperature=1.3, seed=1, **how)
+    assert [r.tokens for r in flat(plain)] == [r.tokens for r in flat(found)]
+    assert all(r.kept is None for r in flat(plain))
+
+
+def test_sets_are_given_only_where_there_are_any(llama):
+    for how in ({}, {"temperature": 0.0, "top_p": 0.5}):
+        found = engine(llama).generate(PROMPTS, max_new_tokens=4, kept=True, **how)
+        assert all(r.kept is None for r in flat(found))
+
+
+def test_sets_that_are_too_large_are_refused_in_one_line(llama, monkeypatch):
+    monkeypatch.setattr(kept, "POOL", 64)
+    monkeypatch.setattr(kept, "HOST_BYTES", 512)
+    with pytest.raises(TooManyKept, match=r"^rollout.top_p, top_k and min_p keep too many[^\n]*--rollout.top_k 100"):
+        engine(llama).generate(PROMPTS, n=2, max_new_tokens=12, top_p=0.9, kept=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -268,6 +268,7 @@ def test_wrong_flags_given_to_build():
         ({"eval.temperature": -1}, "eval.temperature must be at least 0; got -1.0"),
         ({"rollout.top_p": 0}, "rollout.top_p must be above 0 and at most 1; got 0.0"),
         ({"eval.top_p": 1.5}, "eval.top_p must be above 0 and at most 1; got 1.5"),
+        ({"rollout.min_p": 1.5}, "rollout.min_p must be from 0 to 1; got 1.5"),
         ({"optim.lr": float("inf")}, "optim.lr must be at least 0; got inf"),
         ({"optim.betas": (0.9, 1.0)}, "optim.betas must be at least 0 and below 1; got 0.9, 1.0"),
         ({"reference.decay": 1}, "reference.decay must be at least 0 and below 1; got 1.0"),

@@ -1,6 +1,7 @@
 """Batches: every row once, within the budget; and a gradient that does not depend on how a batch is cut."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import tiny
 from rpg import clip
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, RolloutConfig
+from rpg.training import batch as batch_module
 from rpg.training.batch import make_batch, micro_batches, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
@@ -53,8 +55,6 @@ def test_a_batch_holds_what_the_groups_hold(groups, batch):
 
 
 def test_rewards_carry_the_overlong_penalty(groups):
-    from dataclasses import replace
-
     first = groups[0].responses[0]
     changed = replace(groups[0], responses=[replace(first, penalty=-0.25)])
     assert make_batch([changed], 0, CPU).reward_B.tolist() == [first.score - 0.25]
@@ -76,6 +76,29 @@ def test_rows_keep_every_token_and_drop_needless_padding(batch):
         for name in ("start_B", "reward_B", "group_B"):
             assert getattr(part, name)[new] == getattr(whole, name)[old]
     assert part.rollout_logp_BT is None
+
+
+@pytest.mark.parametrize("room", [2**30, 0], ids=["on the device", "on the host"])
+def test_rows_have_their_own_kept_sets(policy, room, monkeypatch):
+    monkeypatch.setattr(batch_module, "KEPT_BYTES", room)
+    made = tiny.groups(policy, kept=True)
+    whole, rollouts = make_batch(made, 0, CPU), [r.rollout for group in made for r in group.responses]
+    for index in ([7, 2, 10], [0], list(range(12))[::-1]):
+        part = whole.rows(torch.tensor(index)).rows(torch.arange(len(index)))  # of a minibatch a micro-batch
+        assert part.kept.ids_K.tolist() == [i for row in index for i in rollouts[row].kept.ids.tolist()]
+        assert part.kept.count_N.tolist() == [n for row in index for n in rollouts[row].kept.counts.tolist()]
+        assert torch.equal(part.kept_count_BT > 0, part.mask_BT)
+    assert whole.kept_metrics()["kept/mean"] == pytest.approx(float(whole.kept.count_N.float().mean()))
+    assert make_batch(tiny.groups(policy), 0, CPU).rows(torch.tensor([1, 4])).kept is None
+
+
+def test_old_log_probabilities_and_the_reference_are_over_the_kept_sets(policy):
+    """Recomputed, the sampler's own come out again."""
+    sampled = make_batch(tiny.groups(policy, kept=True, noise=0.0), 0, CPU)
+    for tokens in (20, 10**6):
+        torch.testing.assert_close(batch_logp(policy, sampled, tokens), sampled.old_logp_BT, rtol=0, atol=1e-5)
+    whole = batch_logp(policy, replace(sampled, kept_ids_K=None), 20)
+    assert float((whole - sampled.old_logp_BT).abs().max()) > 0.1
 
 
 def packed_tokens(batch, rows):
@@ -210,9 +233,14 @@ def gradient(policy):
     return found
 
 
-@pytest.mark.parametrize("name", [*rpg.algorithms(), *ADAPTIVE])
-def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, policy, batch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [*((name, False) for name in (*rpg.algorithms(), *ADAPTIVE)), ("dapo", True), ("capo", True), ("adaptive", True)],
+)
+def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, kept, policy, batch, tmp_path):
     algorithm = chosen(name)
+    if kept:
+        batch = make_batch(tiny.groups(policy, kept=True), 0, CPU)
     ref = batch.old_logp_BT + 0.2 * torch.randn(batch.mask_BT.shape, generator=torch.Generator().manual_seed(1))
     whole = with_logp(batch, None, ref, needs_reference=True)
     whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3])
@@ -221,7 +249,7 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, policy, batch,
     loss, _ = cut._accumulate(whole, Means(), 2**62 if algorithm.loss.control_variate else 20)
     found = gradient(policy)
 
-    scored = policy.score(whole.ids_BL, whole.start_B, whole.mask_BT)
+    scored = policy.score(whole.ids_BL, whole.start_B, whole.mask_BT, kept=whole.kept)
     denominator = algorithm.loss.step_denominator(whole.mask_BT)
     keep = cut._keep(algorithm.loss, whole, scored, denominator, None) if algorithm.curvature_gate else None
     if keep is not None:

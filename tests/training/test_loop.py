@@ -19,6 +19,7 @@ from rpg.rollout import NativeEngine
 from rpg.run import checkpoint
 from rpg.run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, ReferenceConfig, RolloutConfig
 from rpg.run.view import View
+from rpg.training.batch import Batch
 from rpg.training.loop import Failed, Trainer, locked, train
 
 
@@ -196,10 +197,42 @@ def test_schedule_free_ships_the_average_and_goes_on_from_the_iterate(tmp_path: 
 # ---- bfloat16 --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "schedule-free"])
-def test_bfloat16_resumes_bit_for_bit(tmp_path: Path, name: Any) -> None:
+def first_steps(folder: Path, **how: Any) -> list[dict[str, Any]]:
+    """Two steps, each of one optimiser step: its metrics are those before any has been taken on the batch."""
+    rollout = RolloutConfig(prompts=6, samples=4, max_new_tokens=24, **how)
+    optim = OptimConfig(lr=1e-3, warmup=0, minibatches=1)
+    train(tiny(folder, algorithm="grpo-corrected", rollout=rollout, optim=optim))
+    return rows(folder)[1:]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["engine", "recompute"])
+def test_with_truncated_sampling_ratios_start_at_one(tmp_path: Path, recompute: bool) -> None:
+    """Over the sets that the engine kept; the reference, which has moved away, is over them too."""
+    old: dict[str, Any] = {"old_logp": "recompute"} if recompute else {}
+    for row in first_steps(tmp_path, top_p=0.8, min_p=0.01, **old):
+        assert 1 < row["kept/mean"] < row["kept/max"] <= 21
+        assert abs(row["ratio/p01"] - 1) < 1e-4
+        assert abs(row["ratio/p99"] - 1) < 1e-4
+        assert abs(row["ratio/max"] - 1) < 1e-4
+        assert row["clip/low"] == row["clip/high"] == 0
+        assert row["mismatch/max_log_ratio"] < 1e-4
+        assert 0 <= row["mismatch/kl"] < 1e-8
+        assert row["entropy"] > 0
+
+
+def test_over_all_tokens_they_would_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof that the test above can fail."""
+    monkeypatch.setattr(Batch, "kept", None)
+    row = first_steps(tmp_path, top_p=0.8)[0]
+    assert row["ratio/p01"] < 0.98
+    assert row["mismatch/kl"] > 1e-4
+
+
+@pytest.mark.parametrize(("name", "top_p"), [("adamw", 1.0), ("schedule-free", 1.0), ("adamw", 0.9)])
+def test_bfloat16_resumes_bit_for_bit(tmp_path: Path, name: Any, top_p: float) -> None:
     """Masters, moments, the measured mismatch and the size of micro-batches are in the checkpoint."""
     changes = {"dtype": "bfloat16", "optim": OptimConfig(name=name, lr=1e-4, warmup=0, schedule="constant")}
+    changes["rollout"] = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, top_p=top_p)
     train(tiny(tmp_path / "whole", steps=3, **changes))
     train(tiny(tmp_path / "cut", steps=1, **changes))
     train(tiny(tmp_path / "cut", steps=3, **changes), resume=True)

@@ -7,8 +7,8 @@ keeps are DTensors or their local parts. A whole copy for sampling stays beside 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -116,16 +116,8 @@ class ShardedPolicy(Policy):
         """Free the embeddings and the head, which are kept whole from a forward to its backward pass."""
         self.model.reshard()
 
-    def _compute(
-        self,
-        inputs: dict[str, Tensor],
-        state_N: Tensor,
-        target_N: Tensor,
-        within: Callable[[], AbstractContextManager[Any]],
-        recompute: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        out: tuple[Tensor, Tensor, Tensor | None]
-        out = self.model._rpg_compute(inputs, state_N, target_N, within, recompute)
+    def _compute(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        out: tuple[Tensor, Tensor, Tensor | None] = self.model._rpg_compute(*args)
         return out
 
     def _compute_whole(self, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:

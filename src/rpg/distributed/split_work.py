@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..rollout import Engine, Rollout
+from ..rollout import Engine, KeptIds, Rollout
 from ..tasks import Scorer, Scores
 from .ranks import World, deal
 
@@ -36,14 +36,24 @@ def _packed(groups: list[list[Rollout]]) -> tuple[Any, ...]:
     lengths = np.array([len(r.tokens) for r in flat], dtype=np.int64)
     tokens = np.fromiter(chain.from_iterable(r.tokens for r in flat), np.int64)
     logp = np.fromiter(chain.from_iterable(r.logp for r in flat), np.float64)
-    return lengths, tokens, logp, [r.finished for r in flat]
+    kept = [r.kept for r in flat if r.kept is not None]
+    sets = None
+    if kept:
+        counts, ids = np.concatenate([k.counts for k in kept]), np.concatenate([k.ids for k in kept])
+        sets = counts, ids, np.array([len(k.ids) for k in kept], dtype=np.int64)
+    return lengths, tokens, logp, [r.finished for r in flat], sets
 
 
 def _unpacked(packed: tuple[Any, ...]) -> list[Rollout]:
-    lengths, tokens, logp, finished = packed
+    lengths, tokens, logp, finished, sets = packed
     ends = np.cumsum(lengths)[:-1]
-    rollouts = zip(np.split(tokens, ends), np.split(logp, ends), finished, strict=False)
-    return [Rollout(t.tolist(), p.tolist(), done) for t, p, done in rollouts]
+    kept: list[KeptIds | None] = [None] * len(finished)
+    if sets is not None:
+        counts, ids, sizes = sets
+        pairs = zip(np.split(ids, np.cumsum(sizes)[:-1]), np.split(counts, ends), strict=True)
+        kept = [KeptIds(*pair) for pair in pairs]
+    rollouts = zip(np.split(tokens, ends), np.split(logp, ends), finished, kept, strict=False)
+    return [Rollout(t.tolist(), p.tolist(), done, some) for t, p, done, some in rollouts]
 
 
 def score(world: World, scorer: Scorer, items: Sequence[tuple[str, str, str]]) -> Scores:

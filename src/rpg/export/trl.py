@@ -118,6 +118,7 @@ def _rollout(config: Config, launch: Launch) -> dict[str, Any]:
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
+        "min_p": rollout.min_p or None,
         "chat_template_kwargs": dict(config.task.chat_options),
         "shuffle_dataset": Code("not IN_ORDER"),
         "use_vllm": rollout.engine == "vllm",
@@ -170,9 +171,9 @@ def _around(config: Config) -> dict[str, Any]:
 
 
 def evaluated(config: Config) -> bool:
-    """TRL evaluates with the sampling of training alone; rpg train does without top_k."""
+    """TRL evaluates with the sampling of training alone; rpg train does without top_k and min_p."""
     same = (config.eval.temperature, config.eval.top_p) == (config.rollout.temperature, config.rollout.top_p)
-    return same and config.rollout.top_k == 0
+    return same and config.rollout.top_k == 0 and config.rollout.min_p == 0
 
 
 def left_out(config: Config, launch: Launch) -> Iterator[str]:
@@ -195,6 +196,8 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
         how = f"eval.temperature={config.eval.temperature:g}, eval.top_p={config.eval.top_p:g}"
         if config.rollout.top_k:
             how += f" and no top_k (rollout.top_k={config.rollout.top_k})"
+        if config.rollout.min_p:
+            how += f" and no min_p (rollout.min_p={config.rollout.min_p:g})"
         yield f"{how}: TRL evaluates as it samples; use rpg eval on the checkpoints"
     else:
         yield "evaluation: TRL reports the mean reward; rpg eval on the checkpoints gives mean@k and pass@k"

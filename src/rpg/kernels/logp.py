@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import logp_torch
+from .kept import Columns, Gathered, Kept
 from .logp_torch import Slope
 
 CHUNK = {"cuda": (2**14, 13 * 2**24), "cpu": (2**10, 2**22)}  # tokens at once, and bytes of their logits
@@ -25,10 +26,13 @@ LOWEST = -1e38  # the maximum of nothing: finite, so that differences from it ar
 
 
 def linear_logp(
-    hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float = 1.0
+    hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float = 1.0, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(h·Wᵀ/τ) at the targets, and the entropy of that distribution, [N] each in float32, with gradients."""
-    logp_N, entropy_N, _ = _run(hidden_NH, weight_VH, target_N, None, temperature)
+    """log softmax(h·Wᵀ/τ) at the targets, and the entropy of that distribution, [N] each in float32, with gradients.
+
+    With ``kept`` the softmax is over each state's kept set, and over no other token.
+    """
+    logp_N, entropy_N, _ = _run(hidden_NH, weight_VH, target_N, None, temperature, kept)
     return logp_N, entropy_N
 
 
@@ -63,15 +67,23 @@ def reference(
     target_N: Tensor,
     ref: tuple[Tensor, Tensor] | None = None,
     temperature: float = 1.0,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The definition, with all logits in memory; ``ref`` are the hidden states and the weight of the reference."""
-    logp_NV = (_float(hidden_NH @ weight_VH.T) / temperature).log_softmax(-1)
-    logp_N = logp_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1)
-    entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
+    logp_N, entropy_N, logp_NV = softmax_logp(_float(hidden_NH @ weight_VH.T) / temperature, target_N, kept)
     if ref is None:
         return logp_N, entropy_N, None
     ref_NV = (_float(ref[0] @ ref[1].T) / temperature).log_softmax(-1)
     return logp_N, entropy_N, (logp_NV.exp() * (logp_NV - ref_NV)).sum(-1)
+
+
+def softmax_logp(z_NV: Tensor, target_N: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of whole rows of logits: log-probabilities of the targets, entropies, log-probabilities of all."""
+    outside_NV = None if kept is None else kept.outside(z_NV.shape[1])
+    logp_NV = (z_NV if outside_NV is None else z_NV.masked_fill(outside_NV, -torch.inf)).log_softmax(-1)
+    finite_NV = logp_NV if outside_NV is None else logp_NV.masked_fill(outside_NV, 0.0)
+    logp_N = logp_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1)
+    return logp_N, -(logp_NV.exp() * finite_NV).sum(-1), logp_NV
 
 
 def _run(
@@ -80,14 +92,19 @@ def _run(
     target_N: Tensor,
     ref: tuple[Tensor, Tensor] | None,
     temperature: float,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     if not temperature > 0:
         raise ValueError(f"temperature must be positive; got {temperature}")
     kernels = _kernels(hidden_NH, weight_VH)
     if kernels is None:
-        return reference(hidden_NH, weight_VH, target_N, ref, temperature)
+        return reference(hidden_NH, weight_VH, target_N, ref, temperature, kept)
+    if kept is not None and kept.few(len(weight_VH)):
+        logp_N, entropy_N = Gathered.apply(hidden_NH, weight_VH, target_N, kept, temperature)  # type: ignore[no-untyped-call]
+        return logp_N, entropy_N, None
+    columns = None if kept is None else Columns(kept, len(weight_VH))
     out: tuple[Tensor, Tensor, Tensor | None] = _Chunked.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, target_N.contiguous(), ref, temperature, kernels
+        hidden_NH, weight_VH, target_N.contiguous(), ref, temperature, kernels, columns
     )
     return out
 
@@ -125,9 +142,10 @@ class _Chunked(torch.autograd.Function):
         ref: tuple[Tensor, Tensor] | None,
         temperature: float,
         kernels: ModuleType,
+        kept: Columns | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        sums = _sums(_heads(hidden_NH, weight_VH, ref), target_N, temperature, kernels)
+        sums = _sums(_heads(hidden_NH, weight_VH, ref), target_N, temperature, kernels, kept)
         top_N, total_N, lean_N, picked_N, *of_ref = sums
         log_total_N = total_N.log()
         norm_N = top_N + log_total_N
@@ -139,7 +157,7 @@ class _Chunked(torch.autograd.Function):
             ref_norm_N = ref_top_N + ref_total_N.log()
             kl_N = gap_N / total_N - (norm_N - ref_norm_N)
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, *(ref or ()), norm_N, entropy_N, ref_norm_N, kl_N)
-        ctx.temperature, ctx.kernels = temperature, kernels
+        ctx.temperature, ctx.kernels, ctx.kept = temperature, kernels, kept
         return logp_N, entropy_N, kl_N
 
     @staticmethod
@@ -151,29 +169,38 @@ class _Chunked(torch.autograd.Function):
             d_logp_N = torch.zeros_like(norm_N)
         by = Slope(norm_N, entropy_N, d_logp_N, d_entropy_N, ref_norm_N, kl_N, d_kl_N)
         heads = _heads(hidden_NH, weight_VH, None if d_kl_N is None else ref)
-        d_hidden_NH, d_weight_VH = _gradients(heads, target_N, by, ctx.temperature, ctx.kernels, ctx.needs_input_grad)
-        return d_hidden_NH, d_weight_VH, None, None, None, None
+        how = ctx.temperature, ctx.kernels, ctx.kept
+        d_hidden_NH, d_weight_VH = _gradients(heads, target_N, by, *how, ctx.needs_input_grad)
+        return d_hidden_NH, d_weight_VH, None, None, None, None, None
 
 
-def _sums(heads: Heads, target_N: Tensor, temperature: float, kernels: ModuleType) -> Tensor:
+def _sums(
+    heads: Heads, target_N: Tensor, temperature: float, kernels: ModuleType, kept: Columns | None = None
+) -> Tensor:
     """Of each token over the vocabulary, [4,N], with a reference [7,N]; z are the logits over τ, m their maximum:
     m,  Σ e^(z−m),  Σ e^(z−m)·(z−m),  z of the target,  m_ref,  Σ e^(z_ref−m_ref),  Σ e^(z−m)·(z−z_ref)."""
     sums = torch.zeros(7 if len(heads) > 1 else 4, len(target_N), dtype=_wide(heads), device=target_N.device)
     sums[0::4] = LOWEST
-    for columns, tokens, logits in _chunks(heads):
+    for columns, tokens, logits in _chunks(heads, kept):
         kernels.observe(sums[:, tokens], *logits, target_N[tokens], columns.start, 1 / temperature)
     return sums
 
 
 def _gradients(
-    heads: Heads, target_N: Tensor, by: Slope, temperature: float, kernels: ModuleType, needed: Sequence[bool]
+    heads: Heads,
+    target_N: Tensor,
+    by: Slope,
+    temperature: float,
+    kernels: ModuleType,
+    kept: Columns | None,
+    needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """For the hidden states (summed in float32 over the vocabulary) and the weight (a chunk is written once)."""
     hidden_NH, weight_VH = heads[0]
     d_hidden_NH = torch.empty_like(hidden_NH, dtype=_wide(heads)) if needed[0] else None
     d_weight_VH = torch.empty_like(weight_VH) if needed[1] else None
     d_chunk = None  # a chunk of the weight's gradient, in float32 if it is a sum over blocks of tokens
-    for columns, tokens, logits in _chunks(heads):
+    for columns, tokens, logits in _chunks(heads, kept):
         chunk = kernels.slope(by.of(tokens), *logits, target_N[tokens], columns.start, 1 / temperature, hidden_NH.dtype)
         if d_hidden_NH is not None:
             _product(chunk, weight_VH[columns], d_hidden_NH[tokens], add=columns.start > 0)
@@ -191,7 +218,7 @@ def _gradients(
     return None if d_hidden_NH is None else d_hidden_NH.to(hidden_NH.dtype), d_weight_VH
 
 
-def _chunks(heads: Heads) -> Iterator[tuple[slice, slice, list[Tensor | None]]]:
+def _chunks(heads: Heads, kept: Columns | None = None) -> Iterator[tuple[slice, slice, list[Tensor | None]]]:
     """Columns of the vocabulary, tokens, and their logits (and the reference's); the next chunk overwrites them."""
     hidden_NH, weight_VH = heads[0]
     tokens, vocabulary = len(hidden_NH), len(weight_VH)
@@ -206,6 +233,8 @@ def _chunks(heads: Heads) -> Iterator[tuple[slice, slice, list[Tensor | None]]]:
             for i, ((h_NH, w_VH), buffer) in enumerate(zip(heads, buffers, strict=True)):
                 chunk_NC = buffer[: block.stop - block.start, : columns.stop - columns.start]
                 _product(h_NH[block], w_VH[columns].T, chunk_NC)
+                if kept is not None:
+                    kept.hide(chunk_NC, columns, block)
                 logits[i] = chunk_NC
             yield columns, block, logits
 

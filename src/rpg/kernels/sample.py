@@ -10,30 +10,65 @@ whole row, some ten passes.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .sample_torch import sample
+from .sample_torch import sample, sample_kept
+from .step import DEAD, LENGTH, SLOT
 from .triton import has_triton, next_power_of_2
 
 PIECE = 64
 ROOM = 8192  # tokens collected for the search
 
 
+class Pool(NamedTuple):
+    """Where kept sets are written, as draws come. A slot's set of its token t begins at start_SR[slot, t], counted from
+    the first id ever written. Sets for which there is no room are counted and not written: cursor_2[0] > P tells."""
+
+    ids_P: Tensor  # int32
+    cursor_2: Tensor  # int64: ids in the pool, and ids that were taken out of it before
+    start_SR: Tensor  # int64
+    size_SR: Tensor  # int32
+
+
 def fused_sample(
-    logits_AV: Tensor, uniform_A: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+    logits_AV: Tensor,
+    uniform_A: Tensor,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    kept: tuple[Pool, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [A], int64, and their log-probabilities in what they were drawn from: tempered, truncated, renormalised.
 
     Tokens tied with the last one kept are kept. On a GPU safe inside a CUDA graph; elsewhere this is sample().
+    With ``kept``, a pool and the rows' state_5A (step.py), the kept set of every live row goes into the pool.
     """
-    if not has_triton(logits_AV):
-        return sample(logits_AV, uniform_A, temperature, top_p, top_k)
     if temperature == 0:
         token_A = logits_AV.argmax(-1)
         return token_A, torch.zeros_like(token_A, dtype=torch.float32)
-    return launch(logits_AV, uniform_A, temperature, top_p, top_k)
+    if has_triton(logits_AV):
+        return launch(logits_AV, uniform_A, temperature, top_p, top_k, min_p, kept)
+    if kept is None:
+        return sample(logits_AV, uniform_A, temperature, top_p, top_k, min_p)
+    token_A, logp_A, kept_AV = sample_kept(logits_AV, uniform_A, temperature, top_p, top_k, min_p)
+    _write(kept_AV, *kept)
+    return token_A, logp_A
+
+
+def _write(kept_AV: Tensor, pool: Pool, state_5A: Tensor) -> None:
+    row_M = (state_5A[LENGTH] > DEAD).nonzero()[:, 0]
+    size_M, ids_K = kept_AV[row_M].sum(-1), kept_AV[row_M].nonzero()[:, 1]
+    begin, before = pool.cursor_2.tolist()
+    at = state_5A[SLOT, row_M].long(), state_5A[LENGTH, row_M].long() + 1
+    pool.start_SR[at] = before + begin + size_M.cumsum(0) - size_M
+    pool.size_SR[at] = size_M.int()
+    pool.cursor_2[0] += len(ids_K)
+    if begin + len(ids_K) <= len(pool.ids_P):
+        pool.ids_P[begin : begin + len(ids_K)] = ids_K.int()
 
 
 def launch(
@@ -42,6 +77,8 @@ def launch(
     temperature: float,
     top_p: float,
     top_k: int,
+    min_p: float = 0.0,
+    kept: tuple[Pool, Tensor] | None = None,
     room: int = ROOM,
     piece: int = PIECE,
     block: int = 4096,
@@ -67,22 +104,23 @@ def launch(
     grid = (-(-N * piece // block), A)
     pieces[grid](logits_AV, top_AN, mass_AN, logits_AV.stride(0), V, N, factor, piece, block // piece, num_warps=warps)
     strides = (logits_AV.stride(0), uniform_A.stride(0))
-    by_k, by_p = 0 < top_k < V, top_p < 1
-    if not (by_k or by_p):
+    by_k, by_p, by_m = 0 < top_k < V, top_p < 1, min_p > 0
+    if not (by_k or by_p or by_m or kept):
         draw_whole[(A,)](
             logits_AV, uniform_A, top_AN, mass_AN, token_A, logp_A, *strides, V, N, factor, inverse, piece, size,
             num_warps=8,
         )  # fmt: skip
         return token_A, logp_A
     room = min(room, next_power_of_2(V))
+    margin = math.log2(min_p) if by_m else 0.0
     ids_AN = torch.empty((A, N), dtype=torch.int32, device=device)
     found_A, count_A = torch.empty((2, A), dtype=torch.int32, device=device)
     floor_A, best_A, total_A = torch.empty((3, A), dtype=torch.float32, device=device)
     values_AR = torch.empty((A, room), dtype=logits_AV.dtype, device=device)
     words_AR = torch.empty((A, room), dtype=torch.int32, device=device)
     bound[(A,)](
-        top_AN, mass_AN, ids_AN, found_A, floor_A, best_A, total_A, N, factor, top_k, top_p,
-        by_k, piece, size, 12, num_warps=8,
+        top_AN, mass_AN, ids_AN, found_A, floor_A, best_A, total_A, N, factor, top_k, top_p, margin,
+        by_k, by_m, piece, size, 12, num_warps=8,
     )  # fmt: skip
     collect[(A,)](
         logits_AV, ids_AN, found_A, floor_A, values_AR, words_AR, count_A, logits_AV.stride(0), V, N,
@@ -90,8 +128,10 @@ def launch(
     )  # fmt: skip
     width, ways, warps = search
     width = min(width, max(128, next_power_of_2(V)))
+    pool, state_5A = kept or (Pool(words_AR, count_A, count_A, count_A), count_A[None])
     draw_truncated[(A,)](
         logits_AV, uniform_A, values_AR, words_AR, count_A, floor_A, best_A, total_A, token_A, logp_A,
-        *strides, V, factor, inverse, top_k, top_p, by_k, by_p, room, width, ways, num_warps=warps,
+        *strides, V, factor, inverse, top_k, top_p, margin, *pool, state_5A, pool.start_SR.stride(0),
+        state_5A.stride(0), pool.ids_P.numel(), by_k, by_p, by_m, kept is not None, room, width, ways, num_warps=warps,
     )  # fmt: skip
     return token_A, logp_A

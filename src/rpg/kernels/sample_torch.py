@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -41,13 +42,17 @@ def _splitmix(keys: Sequence[int], count: int) -> Any:
     return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
-def truncate(logits_BV: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """−inf outside the k most probable tokens, and outside the fewest tokens whose probabilities reach top_p.
+def truncate(logits_BV: Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> Tensor:
+    """−inf outside the k most probable tokens, outside those that have min_p times the largest probability, and outside
+    the fewest tokens whose probabilities reach top_p.
 
-    Top-p looks at what top-k left, renormalised. Tokens tied with the last one kept are kept.
+    Top-p looks at what top-k and min-p left, renormalised. Tokens tied with the last one kept are kept.
     """
     if 0 < top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
+    if min_p > 0:
+        smallest_B1 = logits_BV.amax(-1, keepdim=True) + math.log(min_p)
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -torch.inf)
     if top_p < 1:
         sorted_BV = logits_BV.sort(dim=-1, descending=True).values
@@ -59,18 +64,31 @@ def truncate(logits_BV: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
 
 
 def sample(
-    logits_BV: Tensor, uniform_B: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+    logits_BV: Tensor,
+    uniform_B: Tensor,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Tokens, and their log-probabilities in what they were drawn from: tempered, truncated and renormalised."""
-    logits_BV = logits_BV.float()
     if temperature == 0:
-        token_B = logits_BV.argmax(-1)
+        token_B = logits_BV.float().argmax(-1)
         return token_B, torch.zeros_like(token_B, dtype=torch.float32)
+    token_B, logp_B, _ = sample_kept(logits_BV, uniform_B, temperature, top_p, top_k, min_p)
+    return token_B, logp_B
+
+
+def sample_kept(
+    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float, top_k: int, min_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``sample``, and which tokens could have been drawn, [B,V]; temperature is above 0."""
+    logits_BV = logits_BV.float()
     if temperature != 1:
         logits_BV = logits_BV / temperature
-    logp_BV = truncate(logits_BV, top_p, top_k).log_softmax(-1)
+    logp_BV = truncate(logits_BV, top_p, top_k, min_p).log_softmax(-1)
     cumulative_BV = logp_BV.double().exp_().cumsum(-1)
     threshold_B1 = (uniform_B.double() * cumulative_BV[:, -1]).unsqueeze(-1)
     token_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True)
     token_B1 = token_B1.clamp_(max=logp_BV.shape[-1] - 1)  # past the end only where logits are NaN; so is logp then
-    return token_B1.squeeze(-1), logp_BV.gather(-1, token_B1).squeeze(-1)
+    return token_B1.squeeze(-1), logp_BV.gather(-1, token_B1).squeeze(-1), logp_BV > -torch.inf

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..console import first_line
 from ..kernels import linear_logp
 from ..kernels.custom_attention import configs_of
+from ..kernels.kept import Kept
 from ..kernels.packed import Packing, pack, packed
 from . import BUILTIN, adapters
 from .architecture import head_alone, head_comes_apart, head_is_linear, restore_forward, why_not_packed
@@ -194,12 +195,14 @@ class Policy:
         prompt_B: Tensor | None = None,
         recompute: bool = False,
         packing: Packing | None = None,
+        kept: Kept | None = None,
     ) -> Scored:
         """Log-probabilities and entropies of the responses in sequences padded on the right.
 
         The response of row b begins at ids_BL[b, start_B[b]]; mask_BT is true on its tokens. Rows with the same number
         in prompt_B have the same prompt, which is then computed once. With ``recompute`` the backward pass computes
         each layer again from its input, all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
+        ``kept``: of every response token, row by row, the set it was drawn from; all is then over that set alone.
         """
         flat = ids_BL.flatten()
         within: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -214,7 +217,9 @@ class Policy:
             inputs = {"input_ids": ids_BL[:, :-1]}
             state_N = row_N * (ids_BL.shape[1] - 1) + start_B[row_N] + t_N - 1  # the state before the token
             target_N, place_N = ids_BL[row_N, start_B[row_N] + t_N], row_N * mask_BT.shape[1] + t_N
-        logp_N, entropy_N, hidden_NH = self._compute(inputs, state_N, target_N, within, recompute)
+        logp_N, entropy_N, hidden_NH = self._compute(
+            inputs, state_N, target_N, within, recompute, None if kept is None else kept.to(self.device)
+        )
         zero_N = torch.zeros(mask_BT.numel(), device=logp_N.device)
         return Scored(
             zero_N.index_copy(0, place_N, logp_N.float()).view(mask_BT.shape),
@@ -232,16 +237,18 @@ class Policy:
         target_N: Tensor,
         within: Callable[[], AbstractContextManager[Any]],
         recompute: bool,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """logp_N, entropy_N and, where the head is linear, hidden_NH: all of ``score`` that touches weights."""
         with within(), self._recomputing(within) if recompute else nullcontext():
             out = (self.model.base_model if self.apart else self._call)(**inputs, use_cache=False)
         if not self.apart:
-            return *_logp(out.logits.flatten(0, 1)[state_N], target_N, self.temperature, self.entropy_gradient), None
+            logits_NV = out.logits.flatten(0, 1)[state_N]
+            return *_logp(logits_NV, target_N, self.temperature, kept, self.entropy_gradient), None
         hidden_NH = out.last_hidden_state.flatten(0, 1).index_select(0, state_N)
         if self.linear:
-            return *linear_logp(hidden_NH, self.head(), target_N, self.temperature), hidden_NH
-        return *self._through_the_head(hidden_NH, target_N, type(out)), None
+            return *linear_logp(hidden_NH, self.head(), target_N, self.temperature, kept), hidden_NH
+        return *self._through_the_head(hidden_NH, target_N, kept, type(out)), None
 
     def _call(self, **inputs: Any) -> Any:
         return self.model(**inputs)
@@ -271,19 +278,23 @@ class Policy:
             for layer, forward in zip(layers, before, strict=True):
                 restore_forward(layer, forward)
 
-    def _through_the_head(self, hidden_NH: Tensor, target_N: Tensor, kind: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    def _through_the_head(
+        self, hidden_NH: Tensor, target_N: Tensor, kept: Kept | None, kind: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
         """In chunks, whose logits are not kept for the backward pass where there are several."""
 
-        def chunk(hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        def chunk(hidden_NH: Tensor, target_N: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
             logits_NV = head_alone(self.model, self._call, hidden_NH, kind)
-            return _logp(logits_NV, target_N, self.temperature, self.entropy_gradient)
+            return _logp(logits_NV, target_N, self.temperature, kept, self.entropy_gradient)
 
         rows = max(1, CHUNK_ELEMENTS // self.model.get_output_embeddings().weight.shape[0])
         if len(hidden_NH) <= rows:
-            return chunk(hidden_NH, target_N)
+            return chunk(hidden_NH, target_N, kept)
+        hidden, target = torch.split(hidden_NH, rows), torch.split(target_N, rows)
+        sets = [None] * len(hidden) if kept is None else kept.split(rows)
         chunks = [
-            checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(torch.split(hidden_NH, rows), torch.split(target_N, rows), strict=True)
+            checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(hidden, target, sets, strict=True)
         ]
         return torch.cat([logp for logp, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
 
@@ -307,11 +318,16 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
 
-def _logp(logits_NV: Tensor, target_N: Tensor, temperature: float, gradient: bool) -> tuple[Tensor, Tensor]:
+def _logp(
+    logits_NV: Tensor, target_N: Tensor, temperature: float, kept: Kept | None, gradient: bool
+) -> tuple[Tensor, Tensor]:
     """``gradient``: of the entropy too."""
-    logp_NV = (logits_NV.float() / temperature).log_softmax(-1)
+    outside_NV = None if kept is None else kept.outside(logits_NV.shape[1])
+    z_NV = logits_NV.float() / temperature
+    logp_NV = (z_NV if outside_NV is None else z_NV.masked_fill(outside_NV, -torch.inf)).log_softmax(-1)
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
-        entropy_N = -(logp_NV.exp() * logp_NV).sum(-1)
+        finite_NV = logp_NV if outside_NV is None else logp_NV.masked_fill(outside_NV, 0.0)
+        entropy_N = -(logp_NV.exp() * finite_NV).sum(-1)
     return logp_NV.gather(-1, target_N.unsqueeze(-1)).squeeze(-1), entropy_N
 
 

@@ -2,6 +2,17 @@
 
 from ..kernels.sample_torch import sample, uniforms
 from .engine import Engine, NotFinite, Rollout, Sampling
+from .kept import KeptIds, TooManyKept
 from .native import NativeEngine
 
-__all__ = ["Engine", "NativeEngine", "NotFinite", "Rollout", "Sampling", "sample", "uniforms"]
+__all__ = [
+    "Engine",
+    "KeptIds",
+    "NativeEngine",
+    "NotFinite",
+    "Rollout",
+    "Sampling",
+    "TooManyKept",
+    "sample",
+    "uniforms",
+]

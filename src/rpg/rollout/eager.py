@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.sample_torch import sample, uniform_table
+from ..kernels.sample_torch import sample, sample_kept, uniform_table
 from .attention import attending, logits_after
 from .engine import Rollout, Sampling, read_rollouts
+from .kept import KeptStore
 
 
 class SlotCache:
@@ -155,6 +156,7 @@ class EagerBatch:
         self.logp = torch.zeros(total, sampling.max_new_tokens, device=self.device)
         self.length = torch.zeros(total, dtype=torch.long, device=self.device)
         self.ended = torch.zeros(total, dtype=torch.bool, device=self.device)
+        self.kept = KeptStore(total, sampling.max_new_tokens, self.device) if sampling.gives_kept else None
         self.request_A = self._tensor([])  # which request each live row works on
         self.next = 0  # the next request to be admitted
         self.done = 0
@@ -216,7 +218,11 @@ class EagerBatch:
         """Sample the next token of some live rows; rows that are through make room."""
         request, sampling = self.request_A[rows], self.sampling
         at = request, self.length[request]
-        token, logp = sample(logits, self.uniform[at], sampling.temperature, sampling.top_p, sampling.top_k)
+        if self.kept is None:
+            token, logp = sample(logits, self.uniform[at], *sampling.how)
+        else:
+            token, logp, kept = sample_kept(logits, self.uniform[at], *sampling.how)
+            self.kept.put(*at, kept)
         self.tokens[at], self.logp[at] = token, logp
         ended = torch.isin(token, self.ends)
         self.length[request] += 1
@@ -240,4 +246,4 @@ class EagerBatch:
         self.request_A, self.cache.position_A = self.request_A[:count], self.cache.position_A[:count]
 
     def rollouts(self) -> list[list[Rollout]]:
-        return read_rollouts(self.tokens, self.logp, self.length, self.ended, self.n)
+        return read_rollouts(self.tokens, self.logp, self.length, self.ended, self.n, self.kept)

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .kept import KeptIds, KeptStore
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -18,6 +20,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    kept: bool = False  # with truncated sampling: say which tokens could be drawn
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -28,11 +32,22 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1]; got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0; got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1]; got {self.min_p}")
 
     @property
     def whole(self) -> bool:
         """Whether every token can be drawn, so that the sampler's log-probabilities are those of the tempered model."""
-        return self.top_p == 1 and self.top_k == 0 and self.temperature > 0
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0 and self.temperature > 0
+
+    @property
+    def gives_kept(self) -> bool:
+        return self.kept and not self.whole and self.temperature > 0
+
+    @property
+    def how(self) -> tuple[float, float, int, float]:
+        """As sample() takes them."""
+        return self.temperature, self.top_p, self.top_k, self.min_p
 
 
 class NotFinite(ValueError):
@@ -49,6 +64,7 @@ class Rollout:
     tokens: list[int]
     logp: list[float]
     finished: bool  # ended by an end token, not by the limit
+    kept: KeptIds | None = None  # what each could be drawn from, where sampling was truncated and this was asked for
 
 
 def nothing_to_sample(prompts: Sequence[Sequence[int]], n: int) -> bool:
@@ -62,14 +78,17 @@ def in_groups(rollouts: list[Rollout], n: int) -> list[list[Rollout]]:
     return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
 
 
-def read_rollouts(tokens: Tensor, logp: Tensor, length: Tensor, ended: Tensor, n: int) -> list[list[Rollout]]:
+def read_rollouts(
+    tokens: Tensor, logp: Tensor, length: Tensor, ended: Tensor, n: int, store: KeptStore | None = None
+) -> list[list[Rollout]]:
     """From tensors over requests, [R,T] and [R]; what lies beyond a response's length does not count."""
     lengths, logp = length.tolist(), logp.cpu()
     live = torch.arange(logp.shape[1]) < torch.tensor(lengths)[:, None]
     if not bool(logp[live].isfinite().all()):
         raise NotFinite
-    rows = zip(tokens.tolist(), logp.tolist(), lengths, ended.bool().tolist(), strict=True)
-    return in_groups([Rollout(row[:size], numbers[:size], end) for row, numbers, size, end in rows], n)
+    kept = [None] * len(lengths) if store is None else store.read(lengths)
+    rows = zip(tokens.tolist(), logp.tolist(), lengths, ended.bool().tolist(), kept, strict=True)
+    return in_groups([Rollout(row[:size], numbers[:size], end, sets) for row, numbers, size, end, sets in rows], n)
 
 
 class Engine(Protocol):
@@ -83,10 +102,13 @@ class Engine(Protocol):
         *,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        kept: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         """For each prompt n responses. Sample j of a prompt depends on the seed, its tokens and j, on nothing else.
 
+        ``kept``: with top_p, top_k or min_p, say of each token which others could have been drawn in its place.
         ``progress`` is told how many responses are done.
         """
         ...

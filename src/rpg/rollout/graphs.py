@@ -22,11 +22,12 @@ from ..kernels.decode import decode_attention
 from ..kernels.logp import head_logits
 from ..kernels.merged import merging
 from ..kernels.packed import Packing, attend, pack
-from ..kernels.sample import fused_sample
+from ..kernels.sample import Pool, fused_sample
 from ..kernels.sample_torch import uniform_table
 from ..kernels.step import DEAD, LENGTH, PROMPT, PROMPT_LENGTH, SLOT, begin_step, end_step
 from .attention import attending, logits_after
 from .engine import Rollout, Sampling, read_rollouts
+from .kept import KeptPool, KeptStore
 
 LOOK_EVERY = 8  # steps between two looks at who is done
 READ_TOKENS = 32768  # prompt tokens in one pass
@@ -34,6 +35,7 @@ FIRST_ROWS = 128  # first tokens drawn at once
 ROOM = 64  # capacities are multiples of this, so that a slightly longer prompt needs no new graphs
 END_ROOM = 16
 MOST_GRAPHS = 64
+Kind = tuple[int, tuple[float, float, int, float], bool]  # of a step: rows, sampling, whether kept sets are written
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,14 @@ class Slots:
         self.ended_S = torch.zeros(slots, dtype=torch.int32, device=device)
         self.limit_1 = torch.zeros(1, dtype=torch.int32, device=device)
         self.ends_E = torch.full((END_ROOM,), -1, dtype=torch.int64, device=device)
+        self.kept: KeptPool | None = None  # where kept sets go, once they were asked for
         self.state_5A = self.state_5S  # of the step in progress
         self.reading: Packing | None = None
         self.row_N = self.place_N = self.limit_1  # where the tokens that are read go
+
+    def pool(self, state_5A: Tensor, sampling: Sampling) -> tuple[Pool, Tensor] | None:
+        """Where fused_sample puts the kept sets of these rows."""
+        return (self.kept.pool, state_5A) if self.kept is not None and sampling.gives_kept else None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -124,7 +131,7 @@ class GraphDecoder:
         self.model, self.linear, self.slots, self.capture, self.warn = model, linear, slots, capture, warn
         self.longest_prompt = 0  # that is to be expected: more would need new buffers and new graphs
         self.buffers: Slots | None = None
-        self.graphs: dict[tuple[int, float, float, int], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
         self.timing: Timing | None = None
         self._weights: list[int] = []
@@ -150,7 +157,7 @@ class GraphDecoder:
 
     def step(self, rows: int, sampling: Sampling) -> None:
         """One more token for the first ``rows`` rows, the dead among them aside."""
-        key = rows, sampling.temperature, sampling.top_p, sampling.top_k
+        key = rows, sampling.how, sampling.gives_kept
         if key in self.graphs:
             self.graphs[key].replay()
             return
@@ -160,7 +167,7 @@ class GraphDecoder:
         if self.capture:
             self._record(key, sampling)
 
-    def _record(self, key: tuple[int, float, float, int], sampling: Sampling) -> None:
+    def _record(self, key: Kind, sampling: Sampling) -> None:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         pool = self.pool or torch.cuda.graph_pool_handle()
         try:
@@ -184,9 +191,8 @@ class GraphDecoder:
         assert b is not None
         b.state_5A = b.state_5S[:, :rows]
         ids, position, uniform = begin_step(b.state_5A, b.uniform_SR)
-        token, logp = fused_sample(
-            self._logits(ids, position), uniform, sampling.temperature, sampling.top_p, sampling.top_k
-        )
+        kept = b.pool(b.state_5A, sampling)
+        token, logp = fused_sample(self._logits(ids, position), uniform, *sampling.how, kept)
         end_step(token, logp, b.state_5A, b.tokens_SR, b.logp_SR, b.count_S, b.ended_S, b.limit_1, b.ends_E)
 
     def _logits(self, ids: Tensor, position: Tensor, last: Tensor | None = None) -> Tensor:
@@ -253,6 +259,11 @@ class GraphBatch:
         self.logp = torch.zeros(total, sampling.max_new_tokens, device=device)
         self.length = torch.zeros(total, dtype=torch.int32, device=device)
         self.ended = torch.zeros(total, dtype=torch.int32, device=device)
+        self.kept: KeptStore | None = None
+        if sampling.gives_kept:
+            self.kept = KeptStore(total, sampling.max_new_tokens, torch.device("cpu"))
+            b.kept = b.kept or KeptPool(b.slots, b.room, device)
+            b.kept.reset()
         self.live: list[int] = []  # the request of each live row
         self.age: list[int] = []  # steps each of them has taken
         self.slot = [-1] * total  # of each request
@@ -283,6 +294,8 @@ class GraphBatch:
                     decode += perf_counter() - begin
                 if progress is not None:
                     progress(self.done)
+        if self.buffers.kept is not None and self.kept is not None:
+            self.buffers.kept.spill(self.kept, last=True)
         self.decoder.timing = Timing(prefill, decode, steps)
 
     # ---- who comes ---------------------------------------------------------------------------------------------------
@@ -342,9 +355,8 @@ class GraphBatch:
         request_M, slot_M = self._index(requests), self._index(slots)
         numbers = self.uniform[request_M]
         b.uniform_SR[slot_M, : numbers.shape[1]] = numbers
-        token, logp = fused_sample(
-            logits, numbers[:, 0].contiguous(), sampling.temperature, sampling.top_p, sampling.top_k
-        )
+        kept = b.pool(rows, sampling)
+        token, logp = fused_sample(logits, numbers[:, 0].contiguous(), *sampling.how, kept)
         end_step(token, logp, rows, b.tokens_SR, b.logp_SR, b.count_S, b.ended_S, b.limit_1, b.ends_E)
         for r, slot in zip(requests, slots, strict=True):
             self.slot[r] = slot
@@ -359,6 +371,8 @@ class GraphBatch:
     def _look(self) -> None:
         """Take the results of rows that are done, free what they held, and close the gaps."""
         b = self.buffers
+        if b.kept is not None and self.kept is not None:
+            b.kept.spill(self.kept)
         alive = [length > DEAD for length in b.state_5S[LENGTH, : len(self.live)].tolist()]
         if all(alive):
             return
@@ -367,6 +381,9 @@ class GraphBatch:
         width = self.tokens.shape[1]
         self.tokens[request_M], self.logp[request_M] = b.tokens_SR[slot_M, :width], b.logp_SR[slot_M, :width]
         self.length[request_M], self.ended[request_M] = b.count_S[slot_M], b.ended_S[slot_M]
+        if b.kept is not None and self.kept is not None:
+            self.kept.start_RT[done] = b.kept.pool.start_SR[slot_M, :width].cpu()
+            self.kept.size_RT[done] = b.kept.pool.size_SR[slot_M, :width].cpu()
         for r in done:
             self.free.append(self.slot[r])
             self.left[r // self.n] -= 1
@@ -379,7 +396,7 @@ class GraphBatch:
         self.live, self.age = [self.live[row] for row in kept], [self.age[row] for row in kept]
 
     def rollouts(self) -> list[list[Rollout]]:
-        return read_rollouts(self.tokens, self.logp, self.length, self.ended, self.n)
+        return read_rollouts(self.tokens, self.logp, self.length, self.ended, self.n, self.kept)
 
 
 def _leave(stream: torch.cuda.Stream, pool: Any) -> None:

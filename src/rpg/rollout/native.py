@@ -102,10 +102,12 @@ class NativeEngine:
         *,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        kept: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         """See ``Engine``. Out of memory: the same responses again, with half the slots."""
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, kept)
         if nothing_to_sample(prompt_ids, n):
             return [[] for _ in prompt_ids]
         while True:

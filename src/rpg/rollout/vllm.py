@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,10 +24,13 @@ from ..console import first_line
 from ..kernels.sample_torch import uniform_table
 from ..models.plain_weights import stored_state
 from .engine import NotFinite, Rollout, Sampling, in_groups, nothing_to_sample
+from .kept import KeptIds, TooManyKept
 from .self_check import check_engine
 
 CPU_CACHE = 2**30  # bytes of keys and values on a CPU, where nothing is said of them
 GPU_SHARE = 0.4  # of a GPU's memory for vLLM's weights, keys and values: the rest is the trainer's
+MOST_KEPT = 1024  # tokens of a kept set that vLLM is asked for
+TIED = 16  # and so many more, in case that some are tied with the last
 SET_HERE = ("model", "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config")
 
 
@@ -85,6 +89,7 @@ class VllmEngine:
             "max_num_seqs": slots,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            "max_logprobs": MOST_KEPT + TIED,
         }
         if current_platform.is_cpu():
             usual["enforce_eager"] = True  # compiling takes longer than it gives
@@ -147,10 +152,14 @@ class VllmEngine:
         *,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        kept: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         """See ``Engine``."""
-        sampling = Sampling(max_new_tokens, temperature, top_p, top_k)
+        sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, kept)
+        if sampling.gives_kept:
+            check_kept(top_k)
         if nothing_to_sample(prompt_ids, n):
             return [[] for _ in prompt_ids]
         if (most := max(map(len, prompt_ids)) + max_new_tokens) > self.longest:
@@ -164,7 +173,7 @@ class VllmEngine:
         with _unchanged():
             requests = [(prompt, self._sampling_params(sampling, s)) for prompt, s in zip(repeated, seeds, strict=True)]
             completions = self._run(requests, progress)
-        return in_groups([self._rollout(completion, temperature) for completion in completions], n)
+        return in_groups([self._rollout(completion, sampling) for completion in completions], n)
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
         kind = sys.modules["vllm.sampling_params"].RequestOutputKind
@@ -173,13 +182,20 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p if sampling.temperature else 1.0,
             top_k=sampling.top_k if sampling.temperature else 0,
+            min_p=sampling.min_p if sampling.temperature else 0.0,
             seed=seed,
-            logprobs=0,  # of the token itself, of no other
+            logprobs=self._logprobs(sampling),
+            flat_logprobs=True,
             stop_token_ids=self.stops,
             ignore_eos=True,  # end_ids has all of them
             detokenize=False,
             output_kind=kind.FINAL_ONLY,
         )
+
+    def _logprobs(self, sampling: Sampling) -> int:
+        """How many to ask for: of the token itself alone, or of all that were kept, which may be tied with the last."""
+        size = self.model.get_input_embeddings().weight.shape[0]
+        return min(sampling.top_k + TIED, size) if sampling.gives_kept else 0
 
     def _run(self, requests: list[tuple[Sequence[int], Any]], progress: Callable[[int], None] | None) -> list[Any]:
         """The completions, in order. What interrupts it leaves no request behind."""
@@ -201,12 +217,32 @@ class VllmEngine:
             raise
         return [done[name] for name in names]
 
-    def _rollout(self, completion: Any, temperature: float) -> Rollout:
-        tokens = list(completion.token_ids)
-        logp = [float(at[token].logprob) for at, token in zip(completion.logprobs, tokens, strict=True)]
+    def _rollout(self, completion: Any, sampling: Sampling) -> Rollout:
+        tokens, told = list(completion.token_ids), completion.logprobs
+        logp = [float(told.logprobs[i]) for i in told.start_indices]  # a position's first is the token's own
         if not all(map(math.isfinite, logp)):
             raise NotFinite
-        return Rollout(tokens, logp if temperature else [0.0] * len(tokens), tokens[-1] in self.end_ids)
+        kept = self._kept(told, self._logprobs(sampling)) if sampling.gives_kept else None
+        return Rollout(tokens, logp if sampling.temperature else [0.0] * len(tokens), tokens[-1] in self.end_ids, kept)
+
+    def _kept(self, told: Any, asked: int) -> KeptIds:
+        """Processed log-probabilities are −inf outside of the kept set; of the largest that were asked for."""
+        ids, inside = np.array(told.token_ids, dtype=np.int32), np.isfinite(told.logprobs)
+        spans = [slice(*ends) for ends in zip(told.start_indices, told.end_indices, strict=True)]
+        sets = [np.unique(ids[span][inside[span]]) for span in spans]  # the token stands there twice
+        largest = max(map(len, sets))
+        if largest >= asked < self.model.get_input_embeddings().weight.shape[0]:
+            raise TooManyKept(f"vLLM gave {asked}, and more are tied with the last")
+        return KeptIds(np.concatenate(sets), np.array([len(some) for some in sets], dtype=np.int32))
+
+
+def check_kept(top_k: int) -> None:
+    """vLLM tells the log-probabilities of so many tokens a state: a set without a bound it cannot tell."""
+    if not 0 < top_k <= MOST_KEPT:
+        raise ValueError(
+            "rollout.engine=vllm tells which tokens were kept only where rollout.top_k bounds them: give "
+            f"--rollout.top_k 100 beside top_p or min_p (at most {MOST_KEPT}), or --rollout.engine native"
+        )
 
 
 def _load(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -16,6 +16,7 @@ Count = Annotated[int, FROM_1]
 NonNegative = Annotated[float, FROM_0]
 Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
 Probability = Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1)]
+Share = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
 
 
@@ -74,9 +75,12 @@ class RolloutConfig:
     temperature: Annotated[Positive, FINITE] = 1.0
     """of the sampling distribution; the policy that is trained is this tempered one"""
     top_p: Probability = 1.0
-    """nucleus sampling; the log-probabilities are those of the truncated distribution"""
+    """nucleus sampling: from the fewest tokens whose probabilities reach this; what is trained is the policy over the
+    tokens kept, with top_k and min_p too"""
     top_k: Natural = 0
     """sample from the k most probable tokens only; 0: all"""
+    min_p: Share = 0.0
+    """sample from the tokens that have at least this share of the largest probability; 0: all"""
     slots: Count | None = None
     """sequences decoded at the same time; finished ones are replaced at once; None: 256 on a CPU, on a GPU 1024 or what
     half of the memory that training leaves has room for"""

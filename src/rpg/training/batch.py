@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -12,8 +13,12 @@ import torch
 from torch import Tensor
 
 from ..distributed.ranks import World
+from ..kernels.kept import Kept
 from ..loss.advantages import Advantage
+from ..rollout import KeptIds
 from .collect import Group
+
+KEPT_BYTES = 2**30  # of kept sets on the device; more stay on the host, and go there a micro-batch at a time
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Batch:
     rollout_logp_BT: Tensor | None = None  # the sampler's own, where old_logp was recomputed
     ref_logp_BT: Tensor | None = None
     advantage: Tensor | None = None  # [B] or [B,T]
+    kept_count_BT: Tensor | None = None  # with truncated sampling: how many tokens could be drawn at each state,
+    kept_ids_K: Tensor | None = None  # and which, a set after the other; on the host where they are many
 
     def __len__(self) -> int:
         return len(self.ids_BL)
@@ -37,6 +44,19 @@ class Batch:
     def lengths_B(self) -> Tensor:
         """Of prompt and response together."""
         return self.start_B + self.mask_BT.sum(-1)
+
+    @cached_property
+    def kept(self) -> Kept | None:
+        """What each response token was drawn from, in the order of the rows; None: from the whole vocabulary."""
+        if self.kept_count_BT is None or self.kept_ids_K is None:
+            return None
+        return Kept(self.kept_ids_K, self.kept_count_BT[self.mask_BT].long())
+
+    def kept_metrics(self) -> dict[str, float]:
+        """Sizes of the kept sets, where sampling was truncated."""
+        if self.kept is None:
+            return {}
+        return {"kept/mean": len(self.kept.ids_K) / self.kept.size, "kept/max": float(self.kept.count_N.max())}
 
     def advantage_of_responses(self) -> list[float]:
         """One a response: that of the first token, where each has its own."""
@@ -65,11 +85,28 @@ class Batch:
         )  # the host waits once
         width = {"ids_BL": whole, "mask_BT": response, "old_logp_BT": response}
         width |= {"rollout_logp_BT": response, "ref_logp_BT": response, "advantage": response}
+        width |= {"kept_count_BT": response}
 
         def cut(name: str, value: Tensor | None) -> Tensor | None:
             return None if value is None else (value[:, : width[name]] if value.dim() == 2 else value)[index]
 
-        return replace(self, **{f.name: cut(f.name, getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
+        chosen = {f.name: cut(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kept_ids_K"}
+        some = replace(self, **chosen, kept_ids_K=self._kept_ids(index))  # type: ignore[arg-type]
+        _ = some.kept  # made here, where the host waits anyway
+        return some
+
+    def _kept_ids(self, index: Tensor) -> Tensor | None:
+        """Of these rows."""
+        if self.kept_count_BT is None or self.kept_ids_K is None:
+            return None
+        device = self.kept_ids_K.device
+        size_B = self.kept_count_BT.sum(-1).to(device)
+        end_B, index = size_B.cumsum(0), index.to(device)
+        size_M = size_B[index]
+        new_end_M = size_M.cumsum(0)
+        shift_M = end_B[index] - new_end_M  # from its place among these rows to its place among all
+        shift_K = shift_M.repeat_interleave(size_M)
+        return self.kept_ids_K[shift_K + torch.arange(len(shift_K), device=device)]
 
 
 def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch:
@@ -78,6 +115,7 @@ def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch
     logps = [response.rollout.logp for _, _, response in rows]
     ids_BL, _ = _padded(sequences, np.int64(pad))
     old_logp_BT, mask_BT = _padded(logps, np.float32(0))
+    count_BT, ids_K = _kept([response.rollout.kept for _, _, response in rows], mask_BT)
     return Batch(
         ids_BL=ids_BL.to(device),
         start_B=torch.tensor([len(group.prompt_ids) for _, group, _ in rows], device=device),
@@ -85,7 +123,19 @@ def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch
         old_logp_BT=old_logp_BT.to(device),
         reward_B=torch.tensor([response.reward for _, _, response in rows], device=device),
         group_B=torch.tensor([g for g, _, _ in rows], device=device),
+        kept_count_BT=None if count_BT is None else count_BT.to(device),
+        kept_ids_K=None if ids_K is None else ids_K.to(device) if ids_K.nbytes <= KEPT_BYTES else ids_K,
     )
+
+
+def _kept(sets: Sequence[KeptIds | None], mask_BT: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Counts [B,T] and ids; nothing where sampling was not truncated."""
+    told = [kept for kept in sets if kept is not None]
+    if len(told) < len(sets):
+        return None, None
+    count_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
+    count_BT[mask_BT] = torch.from_numpy(np.concatenate([kept.counts for kept in told]))
+    return count_BT, torch.from_numpy(np.concatenate([kept.ids for kept in told]))
 
 
 def _padded(rows: Sequence[Sequence[Any]], pad: Any) -> tuple[Tensor, Tensor]:

@@ -257,8 +257,8 @@ class Collector:
         start = perf_counter()
         chosen = self._next(count)
         problems, prompts = [problem for problem, _ in chosen], [ids for _, ids in chosen]
-        truncation = {"top_p": rollout.top_p, "top_k": rollout.top_k}
-        rollouts = sample(prompts, n, rollout.temperature, seed, "rollout", **truncation)
+        truncation = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
+        rollouts = sample(prompts, n, rollout.temperature, seed, "rollout", kept=True, **truncation)
         greedy = sample(prompts, 1, 0.0, seed, "greedy rollout") if self.method.needs_greedy else []
         seconds["rollout"] += perf_counter() - start
 

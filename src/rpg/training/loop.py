@@ -23,7 +23,7 @@ from ..distributed.context import RunContext
 from ..distributed.ranks import ALONE, LOST, RankFailed, World
 from ..distributed.shards import ShardedPolicy
 from ..models.policy import Policy
-from ..rollout import NotFinite
+from ..rollout import NotFinite, TooManyKept
 from ..run import checkpoint
 from ..run.config import Config
 from ..run.folder import locked, read_rows
@@ -43,6 +43,7 @@ from .reference import Reference, batch_logp
 from .setup import (
     check_fit,
     check_rewards,
+    check_rollout,
     check_train,
     held_out,
     make_engine,
@@ -63,6 +64,7 @@ EXPECTED = (
     RewardError,
     PromptTooLong,
     NotFinite,
+    TooManyKept,
     OSError,
     SafetensorError,
     torch.OutOfMemoryError,
@@ -176,6 +178,7 @@ class Trainer:
         if start is not None:
             check_settings(config, start, context)
         self.method = method = method_of(config)
+        check_rollout(config)
         check_rewards(config)
         for text in warnings_about(method, config):
             self._warn(text)
@@ -325,7 +328,7 @@ class Trainer:
             batch = with_advantages(batch, self.method.advantage, experience.greedy)
             metrics = self.updater.update(batch, step)
             self.old_logp.measure(metrics)
-            row |= metrics | {"old_logp/recomputed": float(recompute)}
+            row |= metrics | {"old_logp/recomputed": float(recompute)} | batch.kept_metrics()
             advantages = batch.advantage_of_responses()
             self.sync()
         renewed = self.reference.after_step(step, learner, row.get("kl/ref"))

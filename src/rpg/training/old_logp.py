@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..loss.objective import k3
 from ..loss.policy_loss import PolicyLoss
-from ..run.config import Config, RolloutConfig
+from ..run.config import Config
 from .batch import Batch
 from .progress import Progress
 
@@ -25,7 +25,7 @@ class OldLogp:
     of the usual clip range of 0.2, and far below what an optimiser step does. So the engine's are taken while the KL
     that the step before has measured is no more; the first step computes them. At sequence level the δ of hundreds of
     tokens add up, against a clip range of GSPO's 3e-4 too: there they are always recomputed. A mismatch rule needs
-    both. With top-p or top-k the engine's are of the truncated distribution, and taken unless a setting says otherwise.
+    both. With top-p, top-k or min-p all of this is over the sets that the engine drew from.
 
     vLLM computes with kernels of its own, whatever the precision: with it they are recomputed unless told otherwise.
     """
@@ -35,7 +35,7 @@ class OldLogp:
         self.progress = Progress() if progress is None else progress
         if setting == "engine" and loss.needs_sampler:
             raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to correct: auto or recompute")
-        exact = dtype in (torch.float32, torch.float64) or rollout.top_p < 1 or rollout.top_k > 0
+        exact = dtype in (torch.float32, torch.float64)
         wary = rollout.engine == "vllm" or (not exact and loss.level != "token")
         self.always = setting == "recompute" or loss.needs_sampler or (setting == "auto" and wary)
         self.never = not self.always and (setting == "engine" or exact)
@@ -58,13 +58,12 @@ def with_logp(batch: Batch, old_logp_BT: Tensor | None, ref_logp_BT: Tensor | No
     return replace(batch, ref_logp_BT=ref_logp_BT)
 
 
-def engine_mismatch(batch: Batch, logp_BT: Tensor, rollout: RolloutConfig) -> dict[str, float]:
+def engine_mismatch(batch: Batch, logp_BT: Tensor) -> dict[str, float]:
     """Before the first optimiser step the policy is the one that sampled: what differs from ``logp_BT`` is the engine.
 
-    With top-p or top-k it is also the truncation, and nothing is reported; where old_logp was recomputed, the loss
-    reports it.
+    Where old_logp was recomputed, the loss reports it.
     """
-    if batch.rollout_logp_BT is not None or rollout.top_p < 1 or rollout.top_k > 0:
+    if batch.rollout_logp_BT is not None:
         return {}
     log_rho = (logp_BT - batch.old_logp_BT)[batch.mask_BT]
     metrics = {"mismatch/max_log_ratio": float(log_rho.abs().max()), "mismatch/kl": float(k3(log_rho).mean())}

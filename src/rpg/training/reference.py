@@ -152,7 +152,8 @@ def batch_logp(policy: Policy, batch: Batch, micro_tokens: int, world: World = A
     micro = rank_micro_batches(batch, micro_tokens, policy.packs, world)
     packings = [policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B) for _, part in micro]
     for i, (index, part) in enumerate(micro):
-        scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, packing=packings[i])
+        rows = part.ids_BL, part.start_B, part.mask_BT, part.group_B
+        scored = policy.score(*rows, packing=packings[i], kept=part.kept)
         packings[i] = None
         if index is not None:
             out_BT[index, : scored.logp_BT.shape[1]] = scored.logp_BT

@@ -13,7 +13,7 @@ from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
 from ..models.policy import Policy
 from ..rewards.scoring import Part
-from ..rollout import Engine, NativeEngine
+from ..rollout import Engine, NativeEngine, Sampling
 from ..run.config import Config
 from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
 from ..tasks.reward import functions, make_reward
@@ -178,17 +178,24 @@ def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
     chosen.loss(logp, old, advantage, mask, old, old, keep=keep, groups=group, entropy=-logp)
 
 
+def check_rollout(config: Config) -> None:
+    """Truncated sampling is trained on over the tokens kept, which the engine has to tell."""
+    rollout = config.rollout
+    whole = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p).whole
+    if rollout.engine == "vllm" and not whole:
+        from ..rollout.vllm import check_kept
+
+        check_kept(rollout.top_k)
+
+
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
-    optim, rollout, loss = config.optim, config.rollout, method.loss
+    optim, loss = config.optim, method.loss
     if isinstance(loss.clip, Unweighted) and loss.divergence == "none" and optim.minibatches * optim.epochs > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
-    engines = rollout.old_logp == "engine" or (rollout.old_logp == "auto" and rollout.engine == "native")
-    if (rollout.top_p < 1 or rollout.top_k > 0) and engines:
-        yield "with top-p or top-k the ratios of policy to sampler start below 1, and a clip takes that for drift"
     if config.reference.update != "auto" and not method.has_kl:
         yield f"reference.update={config.reference.update} has no effect: {method.name} has no KL term"
 

@@ -129,7 +129,7 @@ class Updater:
                     whole=self.method.loss.control_variate,
                 )
                 if number == first:
-                    metrics |= engine_mismatch(minibatch, logp_BT, self.config.rollout)
+                    metrics |= engine_mismatch(minibatch, logp_BT)
                 norm = self.optimizer.clip(optim.max_grad_norm, self.world)
                 if math.isfinite(loss) and math.isfinite(norm):
                     self.optimizer.step()
@@ -221,7 +221,7 @@ class Updater:
 
     def _score(self, part: Batch, packing: Packing | None) -> Scored:
         recompute = self.oom_retry.recompute
-        return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, recompute, packing)
+        return self.policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, recompute, packing, part.kept)
 
     @torch.no_grad()
     def _fitted(
@@ -282,8 +282,11 @@ class Updater:
         share_B = torch.full_like(part.reward_B, 1 / denominator)
         if rule.reduction == "seq-mean-token-mean":
             share_B = share_B / part.mask_BT.sum(-1)
+        logits_NV = hidden_NH @ head.T
+        if part.kept is not None:
+            logits_NV.masked_fill_(part.kept.to(head.device).outside(len(head)), -torch.inf)
         kept_N = curvature_keep(
-            hidden_NH @ head.T,
+            logits_NV,
             hidden_NH,
             part.ids_BL[row_N, part.start_B[row_N] + t_N],
             advantage_N * share_B[row_N],

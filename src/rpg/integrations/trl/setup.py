@@ -11,6 +11,7 @@ from ...loss.clip import Adaptive, Unweighted
 from ...loss.methods import Algorithm, Method, algorithm
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.policy_loss import PolicyLoss
+from ..truncation import truncated, truncation_note
 from .config import RPGConfig
 
 AlgorithmLike = Algorithm | PolicyLoss | str | None
@@ -94,6 +95,9 @@ def paper(chosen: Algorithm) -> dict[str, str]:
 
 def messages(method: Method, args: RPGConfig) -> Iterator[str]:
     """What a user should know at the start."""
+    given = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p} | (args.generation_kwargs or {})
+    if asked := truncated("", given["top_p"], given["top_k"], given["min_p"]):
+        yield truncation_note(asked)
     if method.dynamic:
         yield (
             "dynamic sampling: groups whose rewards are all equal are dropped from the loss and its denominator, but "

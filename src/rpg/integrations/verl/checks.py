@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ...console import choose
+from ..truncation import truncated, truncation_note
 from . import reference
 from .losses import GIVEN, TWICE, check_actor
 from .settings import ACTOR, AGG_MODES, OPTIONS, PREFIX, Settings
@@ -117,7 +118,9 @@ def _check_sampler(chosen: Settings, config: Any) -> None:
 def remarks(chosen: Settings, config: Any) -> Iterator[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     method, estimator = chosen.method, str(algorithm.adv_estimator)
-    mode = AGG_MODES[method.loss.reduction]
+    mode, sampler = AGG_MODES[method.loss.reduction], config.actor_rollout_ref.rollout
+    if asked := truncated("actor_rollout_ref.rollout.", sampler.get("top_p", 1.0), sampler.get("top_k", -1)):
+        yield truncation_note(asked)
     if actor.loss_agg_mode != mode:
         yield (
             f"{chosen.name} is reduced by {mode}, as published; {ACTOR}.loss_agg_mode={actor.loss_agg_mode} "

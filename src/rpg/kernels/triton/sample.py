@@ -55,13 +55,13 @@ def draw_whole(
 
 @triton.jit
 def bound(
-    top, mass, ids, found, floor, best_A, total_A, N, factor, top_k, top_p,
-    K: tl.constexpr, PIECE: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
+    top, mass, ids, found, floor, best_A, total_A, N, factor, top_k, top_p, margin,
+    K: tl.constexpr, M: tl.constexpr, PIECE: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """A logit that the last token kept is not below, and the pieces with such logits.
 
     k pieces whose largest is above it hold k tokens above it; and a piece holds above it no less than its sum without
-    PIECE − 1 tokens that lie just below.
+    PIECE − 1 tokens that lie just below. ``margin`` is log2(min_p).
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SIZE)
@@ -85,6 +85,8 @@ def bound(
         low = tl.where((step > 0) & ~reached, depth, low)
         high = tl.where((step > 0) & reached, depth, high)
     least = tl.where(enough, best - high / factor, float("-inf"))
+    if M:
+        least = tl.maximum(least, best + margin / factor)
     above_N = (top_N >= least) & (n < N)
     tl.store(ids + row * N + tl.cumsum(above_N.to(tl.int32), 0) - 1, n, mask=above_N)
     tl.store(found + row, tl.sum(above_N.to(tl.int32), 0))
@@ -165,10 +167,43 @@ def block_of(source, start, number, least, best, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def kept_of(source, start, number, least, BLOCK: tl.constexpr):
+    at = start + tl.arange(0, BLOCK)
+    x = tl.load(source + at, mask=at < number, other=float("-inf")).to(tl.float32)
+    return ((at < number) & (ordered(x) >= least) & (x > float("-inf"))).to(tl.int32), at
+
+
+@triton.jit
+def write_kept(
+    source, words, row, number, least, fits, pool, cursor, starts, sizes, state, slot_stride, state_stride, pool_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The set that a live row draws from, into the next free places of the pool."""
+    length = tl.load(state + 3 * state_stride + row)
+    if length > -2:
+        size = number * 0
+        for start in range(0, number, BLOCK):
+            kept, _ = kept_of(source, start, number, least, BLOCK)
+            size += tl.sum(kept, 0)
+        begin = tl.atomic_add(cursor, size.to(tl.int64))
+        place = tl.load(state + 2 * state_stride + row).to(tl.int64) * slot_stride + length + 1
+        tl.store(starts + place, tl.load(cursor + 1) + begin)
+        tl.store(sizes + place, size)
+        if begin + size <= pool_size:
+            for start in range(0, number, BLOCK):
+                kept, at = kept_of(source, start, number, least, BLOCK)
+                word = tl.where(fits, tl.load(words + at, mask=(kept > 0) & fits, other=0), at)
+                tl.store(pool + begin + tl.cumsum(kept, 0) - 1, word, mask=kept > 0)
+                begin += tl.sum(kept, 0)
+
+
+@triton.jit
 def draw_truncated(
     logits, uniform, values, words, count, floor, best_A, total_A, token, logp,
-    stride, uniform_stride, V, factor, inverse, top_k, top_p,
-    K: tl.constexpr, P: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
+    stride, uniform_stride, V, factor, inverse, top_k, top_p, margin,
+    pool, cursor, starts, sizes, state, slot_stride, state_stride, pool_size,
+    K: tl.constexpr, P: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr,
+    ROOM: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     number = tl.load(count + row)
@@ -180,13 +215,20 @@ def draw_truncated(
     low, high = ordered(tl.load(floor + row)), ordered(best)
     if K:
         low = largest(source, number, low, high, top_k * 1.0, best, factor, False, BLOCK, WAYS)
+    if M:
+        low = tl.maximum(low, ordered(best + margin / factor))
     if P:
         need = whole * top_p
-        if K:
+        if K or M:
             ends = tl.zeros([WAYS], tl.int32) + low
             need = tl.max(reach(source, number, ends, best, factor, True, BLOCK, WAYS), 0) * top_p
         low = largest(source, number, low, high, need, best, factor, True, BLOCK, WAYS)
 
+    if KEEP:
+        write_kept(
+            source, words + row * ROOM, row, number, low, fits, pool, cursor, starts, sizes, state, slot_stride,
+            state_stride, pool_size, BLOCK,
+        )  # fmt: skip
     total = whole.to(tl.float64) * 0.0  # NaN where a logit is, and so is logp then
     for start in range(0, number, BLOCK):
         e, _ = block_of(source, start, number, low, best, factor, BLOCK)
