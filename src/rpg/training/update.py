@@ -147,7 +147,8 @@ class Updater:
             metrics["entropy_bonus"] = self._bonus()
         if losses:
             metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
-        return self.world.from_rank0(metrics | means.result() | {"lr": lr, "skipped": skipped})
+        made = {"lr": lr, "skipped": skipped, "optimizer_steps": number - first - skipped}
+        return self.world.from_rank0(metrics | means.result() | made)
 
     def _bonus(self) -> float:
         """The entropy's coefficient in the next optimiser step."""
