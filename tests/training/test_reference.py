@@ -1,19 +1,24 @@
 """The KL's anchor: which rule, when it is renewed, what it holds."""
 
 import copy
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rpg
 import tiny
+from rpg.distributed.context import QUIET
 from rpg.models import adapters
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, PeftConfig, ReferenceConfig
+from rpg.run.settings import flat
 from rpg.training.batch import make_batch, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import Reference, batch_logp
+from rpg.training.state import check_settings
 from rpg.training.update import Updater
 
 WITHOUT_KL = {
@@ -335,3 +340,15 @@ def test_frozen_is_where_the_run_began(tmp_path):
     reference, expected = Reference(pissa, "frozen", ReferenceConfig()), batch_logp(pissa, batch, 100)
     move_adapter(pissa, 2)
     assert torch.equal(reference.logp(batch, 100), expected)
+
+
+def test_a_checkpoint_of_fewer_settings_has_the_defaults_of_those_it_lacks():
+    config = Config(steps=7)
+    then = json.loads(json.dumps(flat(config)))
+    for name in ("reference.count", "rollout.dynamic_by", "rollout.min_signal"):
+        del then[name]
+    saved = SimpleNamespace(state={"config": then, "threads": torch.get_num_threads()})
+    check_settings(config, saved, QUIET)
+    other = Config(reference=ReferenceConfig(count="optimizer-steps"))
+    with pytest.raises(ValueError, match=r"other settings than its checkpoint.s: reference\.count"):
+        check_settings(other, saved, QUIET)

@@ -79,8 +79,6 @@ def engine_mismatch(batch: Batch, logp_BT: Tensor, rollout: RolloutConfig) -> di
 def batch_score_sq(policy: Policy, batch: Batch, micro_tokens: int, world: World = ALONE) -> Tensor:
     """|∂ log π/∂ logits|² = 1 − 2π_a + Σπ² of the responses' tokens, [B,T]: a pass of its own, for the optimal token
     baseline. Each rank computes a share. Logits are held for a few tokens at a time."""
-    if not policy.linear:
-        raise ValueError("otb needs a model with a plain linear head, without bias, scale or cap")
     out_BT = torch.zeros_like(batch.old_logp_BT)
     for index, part in rank_micro_batches(batch, micro_tokens, policy.packs, world):
         scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B)
