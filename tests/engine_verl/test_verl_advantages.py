@@ -6,18 +6,17 @@ import torch
 
 import rpg
 from engine_verl.verl_engine import advantages_of, needs_verl, overrides_of, run_config
-from integrations.equivalence import Case
+from integrations.equivalence import Case, preset_case
 
 pytestmark = needs_verl
 
-ONE_OF_EACH = {
-    rpg.algorithm(name).advantage: name for name in rpg.algorithms() if not rpg.algorithm(name).loss.only_here
-}
+ONE_OF_EACH = {rpg.algorithm(name).advantage: name for name in rpg.algorithms() if not rpg.algorithm(name).only_here}
+OPTIONS = [Case("rloo", {"advantage": {"beta": 0.3}}), Case("topr", {"advantage": {"constant": 0.25}})]
+OPTIONS += [Case("grpo", {"advantage": {"kind": "batch-mean"}})]
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values())
-def test_advantages_are_those_of_rpg(name):
-    case = Case(name)
+@pytest.mark.parametrize("case", [*map(preset_case, ONE_OF_EACH.values()), *OPTIONS], ids=str)
+def test_advantages_are_those_of_rpg(case):
     found_BT = advantages_of(case, run_config(overrides_of(case)))
     own = case.batch.advantage
     own_BT = (own if own.dim() == 2 else own.unsqueeze(-1)) * case.batch.mask_BT

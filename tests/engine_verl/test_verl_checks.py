@@ -25,7 +25,6 @@ BYPASS, ASYNC = "algorithm.rollout_correction.bypass_mode=True", "trainer.v1.tra
         (Case("rpg-urkl"), ["algorithm.use_kl_in_reward=True"], "set algorithm.use_kl_in_reward=False"),
         (Case("reinforce++"), ["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.kl_ctrl.kl_coef=0.01"),
         (Case("dapo"), [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"], "policy_loss.rpg.reduction=seq-mean-token-sum"),
-        (Case("dr-grpo"), [f"{ACTOR}.loss_scale_factor=null"], "loss_scale_factor to data.max_response_length"),
         (Case("dr-grpo", {"constant": 7.0}), [f"{ACTOR}.loss_scale_factor=8"], "differ: give one"),
         (Case("remax"), ["trainer.use_v1=True"], "set trainer.use_v1=False algorithm.adv_estimator=remax"),
         (
@@ -45,6 +44,8 @@ BYPASS, ASYNC = "algorithm.rollout_correction.bypass_mode=True", "trainer.v1.tra
         (Case("dapo"), [f"{MODE}=rpg"], f"unknown {MODE} 'rpg'"),
         (Case("dapo"), [f"{MODE}=gsop"], "Did you mean 'gspo'"),
         (Case("dapo"), [f"{MODE}=capo"], "capo cannot run inside verl"),
+        (Case("dapo"), [f"{MODE}=otb"], "otb cannot run inside verl: its baseline needs Σπ²"),
+        (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg.advantage.knd=none"], "Did you mean 'kind'"),
         (Case("dapo"), ["algorithm.adv_estimator=rpg:leave-one"], "Did you mean 'rpg:leave-one-out'"),
         (Case("dapo"), ["algorithm.adv_estimator=dapo"], "Did you mean 'rpg:dapo'"),
         (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg=foo"], "policy_loss.rpg is a section"),
@@ -73,14 +74,18 @@ PENALTY = "+reward.reward_kwargs.overlong_buffer_cfg.enable=True"
 @pytest.mark.parametrize(
     ("case", "more", "line"),
     [
-        (Case("ppo"), [f"{ACTOR}.clip_ratio_high=0.28"], f"{ACTOR}.clip_ratio_high=0.28 has no effect on ppo"),
-        (Case("ppo"), [f"{ACTOR}.clip_ratio_c=10"], "clip_ratio_c=10 has no effect on ppo"),
-        (Case("dapo"), [PENALTY], "metric=signal does not (with the reward.py of `rpg export verl`)"),
-        (Case("dapo"), [PENALTY, f"{FILTER}.enable=False"], f"{FILTER}.metric=signal (with the reward.py"),
+        (Case("sapo"), [f"{ACTOR}.clip_ratio_high=0.28"], f"{ACTOR}.clip_ratio_high=0.28 has no effect on sapo"),
+        (Case("sapo"), [f"{ACTOR}.clip_ratio_c=10"], "clip_ratio_c=10 has no effect on sapo"),
+        (Case("ppo"), [], "ppo: there is no critic"),
+        (Case("topr"), [], "topr: it is for rewards of -1 … 1"),
+        (Case("topr", {"advantage": {"reward_range": [0, 1]}}), [], "rewards of 0 … 1 are mapped to -1 … 1"),
+        (Case("gpg"), [], "more sampled where few groups have signal"),
+        (Case("dapo"), [PENALTY, f"{FILTER}.metric=reward"], "metric=acc (correctness) and signal (the score) do not"),
+        (Case("dapo"), [PENALTY, f"{FILTER}.enable=False"], f"{FILTER}.metric=acc (where the reward function gives"),
         (Case("dapo"), [PENALTY, f"{FILTER}.enable=False", "trainer.use_v1=False"], "trainer.use_v1=True only"),
         (Case("dapo"), [f"{FILTER}.metric=signal"], "an overlong penalty, which is off"),
-        (Case("ppo", reference="every"), [], "reference.update=every has no effect"),
-        (Case("ppo"), ["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9: the loss compares the whole policy"),
+        (Case("sapo", reference="every"), [], "reference.update=every has no effect"),
+        (Case("sapo"), ["actor_rollout_ref.rollout.top_p=0.9"], "rollout.top_p=0.9: the loss compares the whole"),
     ],
 )
 def test_what_is_seldom_meant_is_remarked_upon(case, more, line):
@@ -91,5 +96,14 @@ def test_what_is_seldom_meant_is_remarked_upon(case, more, line):
 
 
 def test_a_run_as_published_goes_without_remarks():
-    config = run_config([*overrides_of(Case("dapo")), PENALTY, f"{FILTER}.metric=signal"])
-    assert not list(remarks(settings_of(config.actor_rollout_ref.actor), config))
+    for metric in ("acc", "signal"):
+        config = run_config([*overrides_of(Case("dapo")), PENALTY, f"{FILTER}.metric={metric}"])
+        assert not list(remarks(settings_of(config.actor_rollout_ref.actor), config))
+
+
+def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise():
+    longest = run_config([*overrides_of(Case("dr-grpo")), f"{ACTOR}.loss_scale_factor=null"])
+    assert longest.actor_rollout_ref.actor.loss_scale_factor == longest.data.max_response_length
+    same = ["data.max_response_length=99", f"{ACTOR}.loss_scale_factor=null"]
+    named = run_config([*overrides_of(Case("dr-grpo", {"constant": "longest"})), *same])
+    assert named.actor_rollout_ref.actor.loss_scale_factor == 99

@@ -4,11 +4,11 @@ import pytest
 
 import rpg
 from engine_verl.verl_engine import Job, needs_verl, sharing
-from integrations.equivalence import Case, same, through_rpg_train
+from integrations.equivalence import Case, preset_case, same, through_rpg_train
 
 pytestmark = needs_verl
 
-CASES = [Case(name) for name in rpg.algorithms() if not rpg.algorithm(name).loss.only_here]
+CASES = [preset_case(name) for name in rpg.algorithms() if not rpg.algorithm(name).only_here]
 CASES += [
     Case("rpg-reinforce-urkl", {"beta": 0.1, "high": 0.1}),
     Case("rpg-reinforce-urkl", {"mismatch": "tis"}),
@@ -17,12 +17,15 @@ CASES += [
     Case("rpg-ufkl", {"beta": 0.1}, reference="every"),
     Case("dr-grpo", {"constant": 7.0}),
     Case("rloo", {"reduction": "token-mean"}),
+    Case("rloo", {"advantage": {"beta": 0.3}}),
+    Case("topr", {"advantage": {"constant": 0.25}}),
 ]
 SHAPES = [(1, 1), (1, 4), (2, 4)]  # processes, micro-batches of each
 
 
 def label(case):
-    return "-".join([case.name, *map(str, case.options), *({case.reference} - {"auto"})])
+    options = [str(value) if isinstance(value, dict) else name for name, value in case.options.items()]
+    return "-".join([case.name, *options, *({case.reference} - {"auto"})])
 
 
 @pytest.fixture(scope="module")

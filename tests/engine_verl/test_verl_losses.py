@@ -171,14 +171,14 @@ def test_the_worker_divides_by_what_was_kept_before_the_reference_reads_it(monke
     read = []
     monkeypatch.setattr(reference, "renewal_of", lambda worker: True)
     monkeypatch.setitem(
-        reference.AFTER, "update_actor", lambda worker, renewal, out, *_: read.append(reference._kl(out))
+        reference.AFTER, "update_actor", lambda worker, renewal, out, *_: read.append(reference._measured(out))
     )
     overrides = overrides_of(Case("grpo", reference="kl"))
     for _ in range(2):
         actor_of(run_config(overrides))
     kls = {"actor/rpg/kl/ref": [0.02, 0.0, 0.03], metrics.KEPT: [0.5, 0.0, 0.5], "kl_loss": [1.0, 1.0, 1.0]}
     Worker().update_actor({"metrics": kls})
-    assert read == [pytest.approx(0.05)]  # of the two mini-batches that had tokens left
+    assert read == [(pytest.approx(0.05), 3)]  # of the two mini-batches that had tokens left; three optimiser steps
     assert kls["kl_loss"] == [1.0, 1.0, 1.0]
     assert metrics.KEPT in kls
 

@@ -44,6 +44,8 @@ def test_options_are_those_of_a_recipe():
         ("dapo", {"reduction": "none"}, "reduction=none leaves no number to differentiate"),
         ("dapo", {"high": "x"}, "cannot have high='x'"),
         ("grop", {}, "Did you mean 'grpo'"),
+        ("otb", {}, "otb cannot run inside verl: its baseline needs Σπ² of every token"),
+        ("grpo", {"reference": {"update": "every", "count": "steps"}}, "optimizer-steps"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(name, options, line):
@@ -54,7 +56,7 @@ def test_what_cannot_be_is_refused_in_one_line(name, options, line):
 
 def test_every_other_preset_has_its_settings():
     for name in rpg.algorithms():
-        if not rpg.algorithm(name).loss.only_here:
+        if not rpg.algorithm(name).only_here:
             found = wanted(settings(name))
             assert names()[found[f"{ACTOR}.policy_loss.loss_mode"]] == name
     assert wanted(settings("grpo"))[f"{ACTOR}.kl_loss_coef"] == 0

@@ -105,7 +105,9 @@ def overrides_of(case, mode="rpg:"):
     """What a user writes for this case."""
     from rpg.integrations.verl.settings import ACTOR, OPTIONS, settings, wanted
 
-    options = dict(case.options) | ({} if case.reference == "auto" else {"reference.update": case.reference})
+    options = {} if case.reference == "auto" else {"reference.update": case.reference}
+    for name, value in case.options.items():
+        options |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     nested = dict(case.options) | ({} if case.reference == "auto" else {"reference": {"update": case.reference}})
     found = wanted(settings(case.name, nested)) | {"actor_rollout_ref.actor.policy_loss.loss_mode": mode + case.name}
     if case.method.loss.reduction == "constant":

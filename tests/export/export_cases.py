@@ -16,7 +16,7 @@ from rpg.run.settings import build
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}
 REFUSED = {"builtin/remax.yaml": "greedy"} | {
-    f"builtin/{name}.yaml": why for name in rpg.algorithms() if (why := rpg.algorithm(name).loss.only_here)
+    f"builtin/{name}.yaml": why for name in rpg.algorithms() if (why := rpg.algorithm(name).only_here)
 }
 FOLDER = "/data/a folder"
 ADAPTER = {"peft.method": "lora", "peft.options.r": "4"}  # verl looks at vLLM for it, which need not be there

@@ -24,6 +24,7 @@ COMPOSED = [
     *(name for name in RECIPES if name.startswith(PAPER)),
     "builtin/dr-grpo.yaml",
     "builtin/reinforce++.yaml",
+    "builtin/topr.yaml",
     *VARIANTS,
 ]
 ODD = ["lr=1e-3", "run (2)", "ünï", "a,b", "it's", 'a "b"', "~x", "[a]{b}", "x\\'y", "a$c", "a\\b", "#1"]
@@ -119,6 +120,9 @@ def test_verl_takes_them(tmp_path):
             value = list(value) if isinstance(value, tuple) else value
             assert value_of(found[name], key) == value, (name, key)
         means_the_same(found[name], configs()[name])
+    handed_on = found["builtin/topr.yaml"]["algorithm"]["rpg_advantage"]  # to the process that calls the estimator
+    assert (handed_on["kind"], handed_on["reward_range"], handed_on["mapped_to"]) == ("constant", [0, 1], [-1, 1])
+    assert "rpg_advantage" not in found["builtin/dr-grpo.yaml"]["algorithm"]
     for odd in ODD:
         at = str(tmp_path / odd)
         assert found[odd]["data"]["train_files"] == f"{at}/train.parquet"
@@ -195,8 +199,8 @@ def test_a_reference_that_is_an_adapter_is_refused(tmp_path):
 
 def test_the_reference():
     rules = {
-        "reference": {"update": "every", "every": 7},
-        "reference by kl": {"update": "kl", "kl": 0.1, "smoothing": 0.9},
+        "reference": {"update": "every", "every": 7, "count": "iterations"},
+        "reference by kl": {"update": "kl", "kl": 0.1, "smoothing": 0.9, "count": "iterations"},
     }
     for name, rule in rules.items():
         actor = tree(verl.export(configs()[name], where()))["actor_rollout_ref"]["actor"]

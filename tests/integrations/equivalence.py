@@ -20,7 +20,7 @@ import tiny
 from rpg.loss.methods import Method
 from rpg.models.policy import Policy
 from rpg.rollout import Rollout
-from rpg.run.config import Config, OptimConfig, RolloutConfig
+from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig, TaskConfig
 from rpg.tasks import Problem
 from rpg.training.batch import Batch, make_batch, with_advantages
 from rpg.training.collect import Group, Response
@@ -110,8 +110,6 @@ class Case:
 
     @cached_property
     def config(self) -> Config:
-        from rpg.run.config import ReferenceConfig
-
         return Config(
             algorithm=self.name,
             loss=dict(self.options),
@@ -120,6 +118,7 @@ class Case:
             ),
             optim=OptimConfig(minibatches=1, epochs=1, max_grad_norm=math.inf),
             reference=ReferenceConfig(update=self.reference),  # type: ignore[arg-type]
+            task=TaskConfig(reward="own.py:score"),  # nobody knows where its rewards lie
             device="cpu",
             dtype="float32",
         )
@@ -145,6 +144,11 @@ class Case:
         ref_BT = batch_logp(self.policy(self.theta_ref), batch, 1024) if self.has_reference else None
         batch = with_logp(batch, old_BT, ref_BT, self.method.needs_reference)
         return with_advantages(batch, self.method.advantage, self.greedy_rewards if self.method.needs_greedy else None)
+
+
+def preset_case(name: str) -> Case:
+    """A preset as published. MaxRL's rewards are of 0 … 1, to which those above are mapped."""
+    return Case(name, {"advantage": {"reward_range": [-1.0, 1.0]}} if name == "maxrl" else {})
 
 
 def through_rpg_train(case: Case, accumulation: int = 1) -> tuple[float, dict[str, Tensor]]:

@@ -19,9 +19,12 @@ import rpg
 from integrations.trl_fixed import config
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.integrations.trl.config import DECIDED
+from rpg.integrations.trl.reference import TRLReference
 from rpg.integrations.trl.scores import GenerationScores, total_reward
+from rpg.integrations.trl.setup import signal_function
 from rpg.integrations.trl.trainer import _sharding
 from rpg.loss.advantages import Advantage
+from rpg.run.config import ReferenceConfig
 
 OTHER = {
     "loss_type": "grpo",
@@ -205,6 +208,62 @@ def test_what_is_left_out_is_in_no_baseline():
     )
     assert not keep_N.any()
     assert not nothing.any()
+
+
+def test_groups_that_differ_in_form_alone_have_no_signal():
+    reward_N, group_N = torch.tensor([0.0, 0.2, 1.0, 0.0, 1.0, 1.2]), torch.arange(6) // 2
+    by_reward = GenerationScores(reward_N, torch.zeros(6), group_N)
+    assert by_reward.advantages(Advantage("group-mean"), dynamic=True)[1].all()
+    correct_N = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    scores = GenerationScores(reward_N, torch.zeros(6), group_N, correct_N)
+    advantage_N, keep_N = scores.advantages(Advantage("group-mean"), dynamic=True)
+    assert keep_N.tolist() == [False, False, True, True, False, False]
+    assert advantage_N[2:4].tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("by", "names", "which"),
+    [
+        ("auto", ["style"], None),
+        ("auto", ["style", "correct"], 1),
+        ("auto", ["accuracy_reward", "style"], 0),
+        ("reward", ["correct"], None),
+        ("style", ["correct", "style"], 1),
+    ],
+)
+def test_which_function_tells_groups_with_signal(tmp_path, by, names, which):
+    assert signal_function(config(str(tmp_path), dynamic_by=by), names) == which
+    with pytest.raises(ValueError, match=r"unknown dynamic_by 'corect'. Did you mean 'correct'"):
+        signal_function(config(str(tmp_path), dynamic_by="corect"), ["correct"])
+
+
+def test_iterations_are_generations(tmp_path):
+    """Every second one; the KL is the mean of its optimiser steps."""
+    rule = {"update": "every", "every": 2, "count": "iterations"}
+    held = TRLReference(tiny.make("llama"), "every", ReferenceConfig(**rule), adapted=False)
+    ends = [False, True, False, True, False, True, False, True]  # two optimiser steps on each
+    assert [held.after_step(i, 0.1, end) for i, end in enumerate(ends, 1)] == [False, False, False, True] * 2
+    by_kl = TRLReference(tiny.make("llama"), "kl", ReferenceConfig("kl", count="iterations"), adapted=False)
+    assert not by_kl.after_step(1, 0.02, False)
+    by_kl.save(tmp_path)
+    again = TRLReference(tiny.make("llama"), "kl", ReferenceConfig("kl", count="iterations"), adapted=False)
+    again.load(tmp_path)
+    assert again.after_step(2, 0.09, True)  # (0.02 + 0.09)/2 > 0.05
+    other = TRLReference(tiny.make("llama"), "kl", ReferenceConfig("kl", count="optimizer-steps"), adapted=False)
+    with pytest.raises(ValueError, match="set reference_count=iterations to resume"):
+        other.load(tmp_path)
+
+
+def test_what_a_fixed_baseline_makes_of_rewards_is_said(tmp_path, caplog):
+    make(tmp_path, algorithm="topr")
+    assert "topr: it is for rewards of -1 … 1, and takes yours as they come" in caplog.text
+    caplog.clear()
+    made = make(tmp_path, algorithm="topr", loss={"advantage": {"reward_range": [0, 1]}})
+    assert "topr: rewards of 0 … 1 are mapped to -1 … 1" in caplog.text
+    assert made.method.advantage.reward_range == (0.0, 1.0)
+    with pytest.raises(ValueError, match="otb cannot run in TRL: its baseline needs Σπ²"):
+        make(tmp_path, algorithm="otb")
+    assert make(tmp_path, algorithm="dr-grpo", loss={"constant": "longest"}).method.loss.constant == 512
 
 
 def test_the_configs_of_a_command_line(tmp_path):

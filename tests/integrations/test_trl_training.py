@@ -88,23 +88,24 @@ def test_the_reference_is_renewed_on_a_kl_target(tmp_path):
         tmp_path, algorithm="grpo", reference_update="kl", reference_kl=1e-4, reference_smoothing=0.5, max_steps=8
     )
     made.train()
-    average, expected = 0.0, []
+    average, seen, expected = 0.0, 0.0, []
     for kl in history(made, "kl/ref"):
-        average = 0.5 * average + 0.5 * kl
-        expected.append(float(average > 1e-4))
-        average = 0.0 if average > 1e-4 else average
+        average, seen = 0.5 * average + 0.5 * kl, 0.5 * seen + 0.5
+        expected.append(float(average / seen > 1e-4))
+        average, seen = (0.0, 0.0) if average / seen > 1e-4 else (average, seen)
     assert history(made, "reference/updated") == expected
     assert 0 < sum(expected) < 8
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_several_optimiser_steps_on_a_generation_have_one_reference(tmp_path, every):
+@pytest.mark.parametrize(("every", "count"), [(1, "optimizer-steps"), (3, "optimizer-steps"), (1, "iterations")])
+def test_several_optimiser_steps_on_a_generation_have_one_reference(tmp_path, every, count):
     """Renewed when the next generation comes, also if it was due before: each is used for 2 parts, twice."""
     made = trainer(
         tmp_path,
         algorithm="grpo",
         reference_update="every",
         reference_every=every,
+        reference_count=count,
         per_device_train_batch_size=8,
         steps_per_generation=2,
         num_iterations=2,

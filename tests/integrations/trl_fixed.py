@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 
 import tiny
-from integrations.equivalence import GROUPS, LONGEST, SAMPLES, TEMPERATURE, Case
+from integrations.equivalence import GROUPS, LONGEST, SAMPLES, TEMPERATURE, Case, preset_case
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.loss.methods import algorithm, algorithms
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 gc.freeze()  # accelerate collects garbage when a training starts: all that was imported need not be looked at
-REFUSED = ("remax", *(name for name in algorithms() if algorithm(name).loss.only_here))
+REFUSED = ("remax", *(name for name in algorithms() if algorithm(name).only_here))
 OTHERS = [
     Case("rpg-reinforce-urkl", reference="frozen"),
     Case("rpg-fkl", {"beta": 0.1}, reference="frozen"),
@@ -35,9 +35,11 @@ OTHERS = [
     Case("gspo", {"mismatch": "mis"}),
     Case("cispo", {"mismatch": "sequence-mask"}),
     Case("reinforce++", {"beta": 0.3}),
+    Case("rloo", {"advantage": {"beta": 0.3}}),
+    Case("grpo", {"advantage": {"kind": "batch-mean", "beta": 0.2}}),
 ]
 MEASURED = Case("rpg-reinforce-urkl", reference="frozen")  # whose metrics are looked at
-CASES = [*(Case(name) for name in algorithms() if name not in REFUSED), *OTHERS]
+CASES = [*(preset_case(name) for name in algorithms() if name not in REFUSED), *OTHERS]
 
 
 def label(case: Case) -> str:

@@ -34,6 +34,8 @@ ORACLES = {  # the tests that a module's mutants are shown, quick ones first
     "mismatch": ("mutation_oracles", "errors", "exact", "mismatch"),
     "gates": ("gates",),
     "methods": ("methods",),
+    "advantages": ("baselines", "advantages"),
+    "anchor": ("anchor",),
 }
 CPU_LIMIT_S = 60  # a mutant may loop for ever: that is a failure too
 

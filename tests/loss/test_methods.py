@@ -15,6 +15,7 @@ RPG += ["rpg-rkl-printed", "rpg-urkl-printed"]
 NAMES = [*RPG, "reinforce", "ppo", "grpo", "grpo-corrected", "dr-grpo", "dapo", "reinforce++", "reinforce++-baseline"]
 NAMES += ["rloo", "remax", "gpg", "gspo", "cispo", "cpgd", "pmd-mean", "atr-grpo", "capo", "topr", "sapo"]
 NAMES += ["dppo-tv", "dppo-kl", "gmpo", "luspo", "vespo", "clip-cov", "kl-cov", "high-entropy", "skywork-or1"]
+NAMES += ["pmd-partition", "maxrl", "opo", "otb"]
 GATED = {"clip-cov", "kl-cov", "high-entropy"}
 DRIFTS = (0.0, 1e-4, 0.1, 0.4, 1.5, 2.5)  # from on-policy to far beyond every bound
 
@@ -89,7 +90,11 @@ def expected(name, b):
         ),
         "cispo": lambda: -a * w.clamp(max=5.0) * token_mean,
         "cpgd": lambda: (-a * within(w, a, 0.8, 1.2) + 1e-3 * (w - 1).clamp(max=2.0)) * token_mean,
-        "pmd-mean": lambda: -(a - 0.05 * log_sequence) * per_response,
+        "pmd-mean": lambda: -(a - 0.01 * log_sequence) * per_response,
+        "pmd-partition": lambda: -(a - 0.01 * log_sequence) * per_response,
+        "maxrl": lambda: ppo * token_mean,
+        "opo": lambda: -a * mask / sequences,
+        "otb": lambda: -a * mask / sequences,
         "atr-grpo": lambda: -a * w * within(w, a, *level_set(0.05)) * per_response,
         "capo": lambda: ppo * per_response,
         "topr": lambda: -a * torch.where(a >= 0, 1.0, log_sequence.exp().clamp(max=1.0)) * mask / sequences,
@@ -150,7 +155,7 @@ def sapo_slope(w, tau):
     return 4 * w * e / (1 + e) ** 2
 
 
-OLD_ONLY = ("cpgd", "pmd-mean", "kl-cov")  # published with the sampling policy as the anchor
+OLD_ONLY = ("cpgd", "pmd-mean", "pmd-partition", "kl-cov")  # published with the sampling policy as the anchor
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,6 +223,7 @@ def test_the_batches_reach_every_bound():
 
 REWARDS = [1.0, 0.0, 0.5, 0.25, 0.25, 0.25, 1.0, -1.0]
 GROUPS = [3, 3, 3, 0, 0, 0, 8, 8]
+LENGTHS = [1, 5, 2, 3, 3, 1, 4, 2]
 GREEDY = [0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
@@ -231,24 +237,33 @@ def advantage_by_hand(name):
         return [(y - statistics.fmean(x)) / (statistics.stdev(x) + 1e-8) for y in x]
 
     by_group = ("grpo", "grpo-corrected", "dapo", "gspo", "cispo", "atr-grpo", "capo", "sapo", "gmpo", "luspo", "vespo")
-    if name in by_group or name in {*GATED, "skywork-or1"}:
+    if name in by_group or name in {*GATED, "skywork-or1", "cpgd"}:
         return by_std
     if name in ("rloo", "pmd-mean"):
         return [x * len(of[g]) / (len(of[g]) - 1) for x, g in zip(centred, GROUPS, strict=True)]
+
+    def white_over_tokens(x):
+        tokens = white([y for y, length in zip(x, LENGTHS, strict=True) for _ in range(length)])
+        return [tokens[sum(LENGTHS[:i])] for i in range(len(x))]
+
     return {
         "ppo": white(REWARDS),
-        "reinforce++-baseline": white(centred),
+        "reinforce++-baseline": white_over_tokens(centred),
         "remax": [r - g for r, g in zip(REWARDS, GREEDY, strict=True)],
         "gpg": [x * 3 / 2 for x in centred],  # three groups, two with signal
         "topr": REWARDS,
-    }.get(name, centred)  # rpg-*, reinforce, dr-grpo, cpgd
+    }.get(name, centred)  # rpg-*, reinforce, dr-grpo
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "reinforce++"])
+ELSEWHERE = ("reinforce++", "pmd-partition", "maxrl", "opo", "otb")  # below, and in test_baselines.py
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ELSEWHERE])
 def test_advantages(name):
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
     greedy = torch.tensor(GREEDY, dtype=torch.float64)
-    got = rpg.algorithm(name).advantage(rewards, torch.tensor(GROUPS), greedy_rewards=greedy)
+    mask = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+    got = rpg.algorithm(name).advantage(rewards, torch.tensor(GROUPS), greedy_rewards=greedy, mask=mask)
     assert got.tolist() == pytest.approx(advantage_by_hand(name), abs=1e-9)
 
 
@@ -301,6 +316,7 @@ def test_what_the_loop_must_do_around_them():
     assert having(overlong_penalty=True) == {*RPG, "dapo", "high-entropy"}
     assert having(dynamic_sampling=True) == {*RPG, "dapo", "high-entropy", "skywork-or1"}
     assert having(curvature_gate=True) == {"capo"}
+    assert having(min_signal=0.6) == set(NAMES) - having(min_signal=0.0) == {"gpg"}
     assert having(reference="initial") == {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
     assert having(reference="old") == set(NAMES) - having(reference="initial")
 
@@ -321,6 +337,15 @@ def test_overrides():
     assert make("grpo", loss=PolicyLoss(clip=clip.DualClip()), c=5.0).loss.clip == clip.DualClip(c=5.0)
     assert make("grpo", advantage="leave-one-out").advantage == Advantage("leave-one-out")
     assert make("grpo", advantage=Advantage("group-mean", whiten=True)).advantage.whiten
+    assert make("grpo", advantage={"kind": "group-mean", "whiten": True}).advantage == Advantage(
+        "group-mean", whiten=True
+    )
+    assert make("rloo", advantage={"beta": 0.05}).advantage == Advantage("leave-one-out", beta=0.05)
+    assert make("rloo", **{"advantage.beta": 0.05}).advantage == Advantage("leave-one-out", beta=0.05)
+    assert make("grpo", advantage="none", **{"advantage.whiten": True}).advantage == Advantage("none", whiten=True)
+    own = Advantage("leave-one-out", scale_by_signal=True)
+    assert make("grpo", advantage=own, **{"advantage.whiten": True}).advantage == own.replace(whiten=True)
+    assert make("cispo", low=0.2).loss.clip == clip.Truncate(0.2, 4.0)
     assert make("dr-grpo", constant=1024).loss.constant == 1024
     assert make("grpo", reduction="constant", constant=64).loss.reduction == "constant"
     assert make("dr-grpo", reduction="token-mean", constant=None).loss.reduction == "token-mean"
@@ -351,6 +376,10 @@ def test_beta_never_falls_on_deaf_ears():
         with pytest.raises(ValueError, match=r"beta.*divergence"):
             rpg.algorithm(name, beta=0.5)
         assert rpg.algorithm(name, beta=0.0).loss.beta == 0.0
+        with_kl = rpg.algorithm(name, advantage={"beta": 0.5})
+        assert with_kl.resolve().anchor == "frozen"  # from the sampling policy itself it would be 0
+        assert with_kl.resolve(update="every").anchor == "every"
+        assert with_kl.resolve().needs_reference
     assert rpg.algorithm("reinforce++", beta=0.5, divergence="urkl").loss.beta == 0.5
 
 
@@ -377,7 +406,17 @@ def test_unknown_overrides_name_the_nearest(name, options, suggestion):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("options", [{"clip": "box"}, {"mismatch": "tis"}, {"low": 1.5}, {"reduction": "constant"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"advantage": 3},
+        {"constant": "longest"},
+        {"clip": "box"},
+        {"mismatch": "tis"},
+        {"low": 1.5},
+        {"reduction": "constant"},
+    ],
+)
 def test_impossible_overrides(options):
     with pytest.raises((ValueError, TypeError), match=next(iter(options)).replace("reduction", "constant")) as error:
         rpg.algorithm("grpo", **options)

@@ -19,6 +19,10 @@ NO_MASS = "a boundary that random ratios never hit, and on which either side is 
 SIZE = "vocabulary_kl: logits_BTV.element_size() < 4"
 REMOVED = "(first_BTV - second_BTV).masked_fill(first_BTV == float('-inf')"
 
+LEAST = "x_N.new_zeros(len(self.size_K)).scatter_reduce_({}, self.index_N, x_N, 'amin', include_self=False)"
+TO_GO = "to_go_NT.masked_fill(~mask_NT, torch.inf)"
+REWARD_SIZE = "Advantage.__call__: rewards.element_size()"
+
 EQUIVALENT = {
     "objective": {
         "Ratios.detach: self.w.detach() -> self.w": NO_GRADIENT,
@@ -90,6 +94,20 @@ EQUIVALENT = {
         "atr_grpo_plain: k3(r) > 0.05 -> k3(r) >= 0.05": NO_MASS,
         "topr_plain: A > 0 -> A >= 0": NO_MASS,
         "sapo_plain: A > 0 -> A >= 0": NO_MASS,
+    },
+    "advantages": {
+        f"Groups.least: {LEAST.format(0)} -> {LEAST.format(-1)}": "one axis: the first is the last",
+        "success_rate: success_N < -1e-06 -> success_N <= -1e-06": NO_MASS,
+        "success_rate: rate_N.clamp(min=1e-06) -> rate_N.clamp(min=-0.999999)": "torch.where drops the quotient",
+        "signal_scale: share.clamp(min=1e-12) -> share.clamp(min=-0.999999999999)": "torch.where drops the quotient",
+        "log_partition: others_GG.logsumexp(-1) -> others_GG.logsumexp(1)": "two axes: the second is the last",
+        f"optimal_token: {TO_GO}.amin(-1) -> {TO_GO}.amin(1)": "two axes: the second is the last",
+        f"{REWARD_SIZE} < 4 -> rewards.element_size() <= 4": "float() of a float32 is itself",
+        f"{REWARD_SIZE} < 4 -> rewards.element_size() < 5": "float() of a float32 is itself",
+        f"{REWARD_SIZE} < 4 -> rewards.element_size() < 3": "no type has three bytes",
+    },
+    "anchor": {
+        "Renewal.due: self.average_kl > self.config.kl -> self.average_kl >= self.config.kl": NO_MASS,
     },
 }
 

@@ -330,7 +330,7 @@ def test_the_text(capsys):
     assert "\x1b" not in out
     for text in (
         *("a plan, nothing is loaded or written", "anchored to the sampling policy, so no second model is held"),
-        *("dynamic sampling: groups of equal rewards are replaced", "overlong penalty in the last 64 tokens"),
+        *("dynamic sampling: groups all solved or none solved are replaced", "overlong penalty in the last 64 tokens"),
         *("4.02 B parameters, all trained; bfloat16", "64 prompts × 8 responses of up to 1,024 tokens"),
         *("weights", "masters", "moments", "gradients", "reference", "cache", "activations", "together", "8.0"),
         *("recomputed in the backward pass", "An estimate", "rollout", "log-probabilities", "the run", "✓ fits"),

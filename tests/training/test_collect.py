@@ -9,13 +9,14 @@ import rpg
 import tiny
 from rpg.models.policy import Policy
 from rpg.rollout import Rollout
-from rpg.run.config import Config, OptimConfig, RolloutConfig
-from rpg.tasks import Problem
+from rpg.run.config import Config, OptimConfig, RolloutConfig, TaskConfig
+from rpg.tasks import Problem, Scores
 from rpg.training.batch import make_batch, with_advantages
-from rpg.training.collect import Experience, Group, Response
+from rpg.training.collect import Collector, Experience, Group, Response, signal_of
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
-from rpg.training.setup import warnings_about
+from rpg.training.progress import SamplingPosition
+from rpg.training.setup import rewards_of, warnings_about
 from rpg.training.update import Updater
 
 
@@ -29,10 +30,91 @@ def group(scores, penalties=None, solved=None, parts=None, source=""):
 
 
 def test_a_penalty_on_length_alone_is_no_signal():
-    assert group([0.0, 1.0]).informative
-    assert not group([0.0, 0.0], [0.0, -0.5]).informative
-    assert not group([1.0, 1.0], [0.0, -0.5]).informative
-    assert group([0.2, 0.4]).informative
+    assert group([0.0, 1.0]).informative()
+    assert not group([0.0, 0.0], [0.0, -0.5]).informative()
+    assert not group([1.0, 1.0], [0.0, -0.5]).informative()
+    assert group([0.2, 0.4]).informative()
+
+
+def test_format_alone_is_no_signal_where_the_task_says_what_is_correct():
+    formatted = group([0.0, 0.2, 0.0], solved=[False, False, False])
+    assert formatted.informative("reward")
+    assert not formatted.informative("correct")
+    assert not group([1.0, 1.2], solved=[True, True]).informative("correct")
+    assert group([0.2, 1.0], solved=[False, True]).informative("correct")
+
+
+@pytest.mark.parametrize(
+    ("task", "by", "signal"),
+    [
+        ({}, "auto", "correct"),
+        ({"name": "gym:chain_sum"}, "auto", "correct"),
+        ({"rewards": {"correct": 1.0, "format": 0.2}}, "auto", "correct"),
+        ({"rewards": {"correct": 1.0, "mine.py:style": 0.2}}, "auto", "correct"),
+        ({"rewards": {"format": 1.0}}, "auto", "reward"),
+        ({"reward": "mine.py:score"}, "auto", "reward"),
+        ({"name": "mine.py:make"}, "auto", "reward"),
+        ({"name": "0.5*gsm8k + 0.5*mine.py:make"}, "auto", "reward"),
+        ({"name": "mine.py:make", "rewards": {"correct": 1.0}}, "auto", "correct"),
+        ({"rewards": {"correct": 1.0, "format": 0.2}}, "reward", "reward"),
+        ({"reward": "mine.py:score"}, "correct", "correct"),
+    ],
+)
+def test_what_tells_groups_with_signal(task, by, signal):
+    assert signal_of(Config(task=TaskConfig(**task), rollout=RolloutConfig(dynamic_by=by))) == signal
+
+
+@pytest.mark.parametrize(
+    ("task", "known"),
+    [
+        ({}, (0, 1)),
+        ({"rewards": {"correct": 2.0}}, (0, 2)),
+        ({"rewards": {"correct": 1.0, "format": -0.5}}, (-0.5, 1)),
+        ({"rewards": {"format": 1.0}, "name": "mine.py:make"}, (0, 1)),
+        ({"rewards": {"correct": 1.0, "mine.py:style": 0.2}}, None),
+        ({"reward": "mine.py:score"}, None),
+        ({"name": "mine.py:make"}, None),
+    ],
+)
+def test_where_rewards_lie(task, known):
+    assert rewards_of(Config(task=TaskConfig(**task))) == known
+
+
+class Fixed(Collector):
+    """Groups by rounds: the number of each round's that have signal."""
+
+    def __init__(self, config, method, rounds):
+        self.config, self.method, self.rounds, self.asked = config, method, rounds, []
+        self.position, self.signal = SamplingPosition(), signal_of(config)
+
+    def _sample(self, count, seed, seconds):
+        self.asked.append(count)
+        with_signal = self.rounds[len(self.asked) - 1]
+        return [group([0.0, float(i < with_signal)]) for i in range(count)], Scores([], {}, [], [])
+
+
+@pytest.mark.parametrize(
+    ("share", "rounds", "asked", "with_signal"),
+    [
+        (None, [1], [4], 1),
+        (0.0, [0], [4], 0),
+        (0.5, [2], [4], 2),
+        (0.5, [1, 1], [4, 2], 2),
+        (0.5, [1, 2], [4, 2], 3),
+        (0.5, [0, 0, 0], [4, 3, 3], 0),  # max_rounds
+        (1.0, [1, 4], [4, 4], 4),
+    ],
+)
+def test_more_is_sampled_while_too_few_groups_have_signal(share, rounds, asked, with_signal):
+    """GPG: those with signal first, the rest of the step's groups are those without."""
+    config = Config(rollout=RolloutConfig(prompts=4, samples=2, max_rounds=3, min_signal=share))
+    method = rpg.algorithm("reinforce").resolve(min_signal=share)
+    collector = Fixed(config, method, rounds)
+    found = collector.collect(1)
+    assert collector.asked == asked
+    assert len(found.groups) == 4
+    assert sum(g.informative() for g in found.groups) == with_signal
+    assert len(found.sampled) == sum(asked)
 
 
 def test_metrics_and_samples_of_a_step():
@@ -123,11 +205,11 @@ def test_a_control_variate_sees_the_whole_optimiser_step(policy, tmp_path):
 
 def test_what_is_allowed_but_seldom_meant_is_said():
     config = Config()
-    assert list(warnings_about(rpg.algorithm("rpg-reinforce-urkl"), config)) == []
-    assert "importance weights" in next(warnings_about(rpg.algorithm("remax"), config))
+    assert list(warnings_about(rpg.algorithm("rpg-reinforce-urkl").resolve(), config)) == []
+    assert "importance weights" in next(warnings_about(rpg.algorithm("remax").resolve(), config))
     once = replace(config, optim=replace(config.optim, minibatches=1))
-    assert list(warnings_about(rpg.algorithm("remax"), once)) == []
+    assert list(warnings_about(rpg.algorithm("remax").resolve(), once)) == []
     frozen = replace(config, reference=replace(config.reference, update="frozen"))
-    assert "no KL term" in next(warnings_about(rpg.algorithm("dapo"), frozen))
-    assert list(warnings_about(rpg.algorithm("grpo"), frozen)) == []
-    assert list(warnings_about(rpg.algorithm("dapo"), replace(config, dtype="bfloat16"))) == []
+    assert "no KL term" in next(warnings_about(rpg.algorithm("dapo").resolve(), frozen))
+    assert list(warnings_about(rpg.algorithm("grpo").resolve(), frozen)) == []
+    assert list(warnings_about(rpg.algorithm("dapo").resolve(), replace(config, dtype="bfloat16"))) == []

@@ -1,24 +1,30 @@
 """The KL's anchor: which rule, when it is renewed, what it holds."""
 
 import copy
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rpg
 import tiny
+from rpg.distributed.context import QUIET
 from rpg.models import adapters
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, PeftConfig, ReferenceConfig
+from rpg.run.settings import flat
 from rpg.training.batch import make_batch, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import Reference, batch_logp
+from rpg.training.state import check_settings
 from rpg.training.update import Updater
 
 WITHOUT_KL = {
     "reinforce", "ppo", "dr-grpo", "dapo", "rloo", "remax", "gpg", "gspo", "cispo", "atr-grpo", "capo", "topr", "sapo",
     "dppo-tv", "dppo-kl", "gmpo", "luspo", "vespo", "clip-cov", "high-entropy", "skywork-or1",
+    "maxrl", "opo", "otb",
 }  # fmt: skip
 ANCHORED_AT_THE_START = {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
 
@@ -115,20 +121,32 @@ def test_every_third_step():
 def test_when_the_moving_average_of_the_kl_passes_the_target():
     policy = make_policy()
     config = ReferenceConfig(kl=0.05, smoothing=0.5)
-    reference, held, average = Reference(policy, "kl", config), weights(policy), 0.0
+    reference, held, average, seen = Reference(policy, "kl", config), weights(policy), 0.0, 0.0
     renewed_at = []
     for step, kl in enumerate([0.02, 0.06, 0.08, 0.02, 0.2, 0.01, None, 0.09, 0.08], start=1):
         move(policy, step)
         if kl is not None:  # a step that learnt nothing says nothing
-            average = 0.5 * average + 0.5 * kl
+            average, seen = 0.5 * average + 0.5 * kl, 0.5 * seen + 0.5
         renewed = reference.after_step(step, policy, kl)
-        assert renewed == (average > 0.05)
+        assert renewed == (seen > 0 and average / seen > 0.05)
         if renewed:
             renewed_at.append(step)
-            held, average = weights(policy), 0.0
-        assert reference.renewal.average_kl == pytest.approx(average)
+            held, average, seen = weights(policy), 0.0, 0.0
+        assert reference.renewal.average_kl == pytest.approx(average / seen if seen else 0.0)
         assert same(weights(reference.policy), held)
-    assert renewed_at == [3, 5, 9]
+    assert renewed_at == [3, 5, 8, 9]
+
+
+def test_optimiser_steps_are_counted_where_the_settings_say_so():
+    """Four to an iteration: the tenth is made in the third, the twentieth ends the fifth."""
+    policy = make_policy()
+    reference = Reference(policy, "every", ReferenceConfig(every=10, count="optimizer-steps"))
+    steps = [4, 4, 4, 0, 4, 4]  # the fourth had nothing to learn from
+    renewed = [reference.after_step(step, policy, None, made) for step, made in enumerate(steps, 1)]
+    assert renewed == [False, False, True, False, False, True]
+    again = Reference(policy, "every", ReferenceConfig(every=10, count="optimizer-steps"))
+    again.load(reference.state(), reference.tensors())
+    assert again.renewal.updates == 20
 
 
 def test_the_moving_average_of_the_weights():
@@ -322,3 +340,15 @@ def test_frozen_is_where_the_run_began(tmp_path):
     reference, expected = Reference(pissa, "frozen", ReferenceConfig()), batch_logp(pissa, batch, 100)
     move_adapter(pissa, 2)
     assert torch.equal(reference.logp(batch, 100), expected)
+
+
+def test_a_checkpoint_of_fewer_settings_has_the_defaults_of_those_it_lacks():
+    config = Config(steps=7)
+    then = json.loads(json.dumps(flat(config)))
+    for name in ("reference.count", "rollout.dynamic_by", "rollout.min_signal"):
+        del then[name]
+    saved = SimpleNamespace(state={"config": then, "threads": torch.get_num_threads()})
+    check_settings(config, saved, QUIET)
+    other = Config(reference=ReferenceConfig(count="optimizer-steps"))
+    with pytest.raises(ValueError, match=r"other settings than its checkpoint.s: reference\.count"):
+        check_settings(other, saved, QUIET)

@@ -15,6 +15,7 @@ from rpg.distributed.context import RunContext
 from rpg.loss.clip import curvature_keep
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, RolloutConfig
+from rpg.training import old_logp as old_logp_module
 from rpg.training.batch import make_batch, micro_batches, with_advantages
 from rpg.training.old_logp import HARMLESS, OldLogp, with_logp
 from rpg.training.optim import learning_rate, make_optimizer
@@ -330,12 +331,33 @@ def test_capo_gates_tokens_by_curvature_at_the_head(tmp_path):
     assert not torch.equal(*gates)
 
 
-def test_capo_refuses_a_head_that_is_not_linear(tmp_path):
-    with pytest.raises(ValueError, match=r"^capo needs a model with a plain linear head[^\n]*$"):
-        make_run(make_policy("phi-bias"), tmp_path, "capo")
+NEEDS_LINEAR = ("capo", "otb")
 
 
-@pytest.mark.parametrize("name", [name for name in rpg.algorithms() if name != "capo"])
+@pytest.mark.parametrize("name", NEEDS_LINEAR)
+def test_a_head_that_is_not_linear_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"^{name} needs a model with a plain linear head[^\n]*$"):
+        make_run(make_policy("phi-bias"), tmp_path, name)
+
+
+@pytest.mark.parametrize(("model", "temperature"), [("llama-tied", 1.0), ("llama", 0.7), ("gemma3-window", 1.3)])
+def test_the_squared_score_of_every_token(model, temperature, monkeypatch):
+    """From the model's own logits, and in pieces of a few tokens."""
+    policy = Policy(tiny.make(model), tiny.tokenizer(), temperature)
+    batch = make_batch(tiny.groups(policy), 0, policy.device)
+    monkeypatch.setattr(old_logp_module, "SQUARES_ELEMENTS", 3 * tiny.VOCABULARY)
+    found_BT = old_logp_module.batch_score_sq(policy, batch, 60)
+    for ids_L, start, length, row_T in zip(
+        batch.ids_BL, batch.start_B.tolist(), batch.mask_BT.sum(-1).tolist(), found_BT, strict=True
+    ):
+        with torch.no_grad():
+            logits_TV = policy.model(ids_L[None, : start + length]).logits[0, start - 1 : -1] / temperature
+        want_T = rpg.logit_score_sq(logits_TV[None], ids_L[None, start : start + length])[0]
+        torch.testing.assert_close(row_T[:length], want_T, rtol=1e-4, atol=1e-5)
+        assert not row_T[length:].any()
+
+
+@pytest.mark.parametrize("name", [name for name in rpg.algorithms() if name not in NEEDS_LINEAR])
 def test_every_other_preset_trains_a_model_whose_head_is_not_linear(name, tmp_path):
     policy = make_policy("gemma2-final-cap")
     before = weights(policy)

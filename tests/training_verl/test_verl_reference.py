@@ -46,6 +46,21 @@ def test_a_renewal_goes_on_after_a_resume():
     assert before + [after(second, kl) for kl in KLS[5:]] == due
 
 
+@pytest.mark.parametrize(("count", "renewed"), [("iterations", [3, 6]), ("optimizer-steps", [1, 2, 3, 4, 5, 6])])
+def test_mini_batches_are_counted_where_the_settings_say_so(monkeypatch, count, renewed):
+    """Each update of verl's actor has 4 mini-batches, and K is 3."""
+    asked = {"update": "every", "every": 3, "count": count}
+    monkeypatch.setattr(reference, "settings_of", lambda actor: settings("grpo", {"reference": asked}))
+    monkeypatch.setattr(reference, "_agreed", lambda measured: measured)
+    monkeypatch.setattr(reference, "copy_shards", lambda *_: None)
+    engine = SimpleNamespace(engine=SimpleNamespace(module=None))
+    worker = SimpleNamespace(config=SimpleNamespace(actor=None), actor=engine, ref=engine, rank=1)
+    renewal = Renewal("every", ReferenceConfig(**asked))
+    output = {"metrics": {metrics.KEPT: [1.0] * 4, reference.KL: [0.1] * 4}}
+    found = [reference._after_update(worker, renewal, output)["metrics"][reference.UPDATED] for _ in range(6)]
+    assert [i for i, (due,) in enumerate(found, 1) if due] == renewed
+
+
 def run(strategy="fsdp2", **model):
     """verl's actor_rollout_ref as far as it matters."""
     return SimpleNamespace(model=model, actor=SimpleNamespace(strategy=strategy))

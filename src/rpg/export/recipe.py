@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from ..loss.methods import Method
 from ..run.config import Config
 from .start import Start
 
@@ -21,11 +23,26 @@ def refuse(config: Config, engine: str, reasons: dict[str, Any]) -> None:
             raise ValueError(f"{name} has no counterpart in {engine}: {why}")
 
 
+def loss_options(config: Config, method: Method) -> dict[str, Any]:
+    """The preset's options, where rewards lie among them if the run maps them: the engines do not know it."""
+    if method.advantage.reward_range is None:
+        return dict(config.loss)
+    return with_advantage(config.loss, reward_range=list(method.advantage.reward_range))
+
+
+def with_advantage(options: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Options of a preset with some of its advantage's set, whether they name a kind, options, or none."""
+    given = options.get("advantage", {})
+    given = {"kind": given} if isinstance(given, str) else dict(given)
+    return {**options, "advantage": given | changes}
+
+
 def check_reference(start: Start, config: Config, anchor: str, engine: str) -> None:
     """A run that goes on needs its reference too; other engines take the model they are given for it."""
     if start.step == 0 or anchor == "old" or (anchor == "frozen" and start.adapter):
         return
-    if anchor == "every" and start.step % config.reference.every == 0:
+    iterations = config.reference.count == "iterations"
+    if anchor == "every" and iterations and start.step % config.reference.every == 0:
         return  # renewed at the checkpoint: it is the checkpoint
     raise ValueError(
         f"reference.update={anchor}: {engine} would take the checkpoint of step {start.step} for the reference, which "

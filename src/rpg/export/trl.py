@@ -7,6 +7,7 @@ from typing import Any
 
 from ..loss.methods import Method
 from ..run.config import Config
+from ..training.collect import signal_of
 from ..training.setup import method_of
 from . import recipe
 from .start import Launch, fresh
@@ -41,7 +42,7 @@ def fields(config: Config, launch: Launch | None = None) -> dict[str, Any]:
     launch = Launch(fresh(config)) if launch is None else launch
     _refuse(config, method_of(config), launch)
     return {
-        **_algorithm(config),
+        **_algorithm(config, method_of(config)),
         **_batches(config, launch),
         **_rollout(config, launch),
         **_optim(config),
@@ -54,13 +55,13 @@ def _refuse(config: Config, method: Method, launch: Launch) -> None:
     rollout, start, anchor = config.rollout, launch.start, method.anchor
     vllm = sorted(set(rollout.vllm) - set(VLLM))
     greedy = "its baseline is the reward of a greedy response to each prompt, which TRL does not sample"
-    by_step = "TRL's goes by optimiser steps, of which a batch has several; give --reference.update every"
+    by_step = "TRL's moves at every optimiser step, of which a batch has several; give --reference.update every"
     reasons = {
         "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL recomputes them, or not at all on-policy",
         f"rollout.vllm.{(vllm or [''])[0]}": rollout.engine == "vllm" and vllm and "leave it out",
-        f"algorithm={method.name}": method.loss.only_here or (method.needs_greedy and greedy),
+        f"algorithm={method.name}": method.only_here or (method.needs_greedy and greedy),
         "peft.options.lora_dropout": config.peft.options.get("lora_dropout") and "it must be 0, as for rpg train",
-        f"reference.update={anchor}": anchor in ("kl", "ema") and recipe.steps_a_batch(config) > 1 and by_step,
+        f"reference.update={anchor}": anchor == "ema" and recipe.steps_a_batch(config) > 1 and by_step,
     }
     recipe.refuse(config, "TRL", reasons)
     if anchor == "frozen" and start.adapter and start.step:
@@ -68,20 +69,27 @@ def _refuse(config: Config, method: Method, launch: Launch) -> None:
     recipe.check_reference(start, config, anchor, "TRL")
 
 
-def _algorithm(config: Config) -> dict[str, Any]:
+def _algorithm(config: Config, method: Method) -> dict[str, Any]:
     rollout, reference = config.rollout, config.reference
     return {
         "algorithm": config.algorithm,
-        "loss": dict(config.loss),
+        "loss": recipe.loss_options(config, method),
         "reference_update": reference.update,
-        "reference_every": reference.every * recipe.steps_a_batch(config),
+        "reference_every": reference.every,
+        "reference_count": reference.count,
         "reference_kl": reference.kl,
         "reference_smoothing": reference.smoothing,
         "reference_decay": reference.decay,
         "dynamic": rollout.dynamic,
+        **({"dynamic_by": "correct", "reward_weights": [1.0, 0.0]} if tells_correct(config, method) else {}),
         "overlong": rollout.overlong,
         "overlong_tokens": rollout.overlong_tokens,
     }
+
+
+def tells_correct(config: Config, method: Method) -> bool:
+    """Whether the script has a second reward function, of no weight: which responses are correct."""
+    return method.dynamic and signal_of(config) == "correct"
 
 
 def _batches(config: Config, launch: Launch) -> dict[str, Any]:
@@ -185,7 +193,9 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
         yield f"minutes={config.minutes:g}: the run ends after its steps"
     if method_of(config).dynamic:
         names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
-        yield f"{names}: groups of equal rewards are dropped, but no others are sampled in their place"
+        yield f"{names}: groups without signal are dropped, but no others are sampled in their place"
+    if method_of(config).min_signal:
+        yield f"rollout.min_signal={method_of(config).min_signal:g}: TRL samples no more where few groups have signal"
     yield "the order of the problems of a file: TRL shuffles them itself, by the same seed but otherwise"
     yield "minibatches: of the same size, but TRL does not keep the responses to a prompt together"
     if rollout.engine == "native":
@@ -260,14 +270,15 @@ def rows(name, tokenizer):
 
 
 def rewards(scorer):
-    """rpg's scorer as a reward function of TRL."""
-
+    """rpg's scorer as {what} of TRL."""
+{last}
     def reward(completions, problem, **columns):
         problems = [SETS[name][i] for name, i in zip(columns["set"], problem, strict=True)]
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-        return scorer.score([(t, p.answer, p.prompt) for t, p in zip(texts, problems, strict=True)]).values
-
-    return reward
+        {scores} = scorer.score([(t, p.answer, p.prompt) for t, p in zip(texts, problems, strict=True)])
+        return {scores}.values
+{correct}
+    return {functions}
 
 
 class Trainer(RPGTrainer):
@@ -312,6 +323,19 @@ if __name__ == "__main__":
 '''
 
 
+UNTOLD = {"what": "a reward function", "last": "", "scores": "scores", "correct": "", "functions": "reward"}
+TOLD = {
+    "what": "two reward functions",
+    "last": "    last = {}\n",
+    "scores": 'last["scores"]',
+    "correct": """
+    def correct(completions, **columns):  # of no weight: by it groups are dropped; TRL calls it right after the other
+        return [float(solved) for solved in last["scores"].solved]
+""",
+    "functions": "[reward, correct]",
+}
+
+
 def script(config: Config, launch: Launch | None = None, title: str = "") -> str:
     """train.py; recipe.yaml has to lie beside it."""
     launch = Launch(fresh(config)) if launch is None else launch
@@ -336,6 +360,7 @@ def script(config: Config, launch: Launch | None = None, title: str = "") -> str
         count=start.steps_left(config) * config.rollout.prompts,
         fields="\n".join(f"        {name}={value!r}," for name, value in arguments.items()),
         processes=launch.processes,
+        **(TOLD if tells_correct(config, method_of(config)) else UNTOLD),
         argument=argument,
         evaluation='{name: rows(name, tokenizer) for name in SETS if name != "train"}' if evaluated(config) else None,
         peft=peft,

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..integrations.verl.settings import AGG_MODES, PREFIX, settings
+from ..loss.advantages import Advantage
 from ..loss.methods import Method
 from ..models.adapters import DEFAULTS
 from ..run.config import Config
+from ..training.collect import signal_of
 from ..training.setup import method_of
 from . import recipe
 from .data import PLAIN
@@ -163,18 +165,19 @@ def _model(config: Config, launch: VerlLaunch) -> dict[str, Any]:
 
 def _options(config: Config, method: Method) -> dict[str, Any]:
     """Of the preset, as the plugin takes them: a recipe's ``loss``, and ``reference`` where it is not the default."""
-    options = dict(config.loss)
+    options = recipe.loss_options(config, method)
     if method.loss.reduction == "constant":
-        options.setdefault("constant", method.loss.constant)
+        options["constant"] = method.loss.constant
     reference = config.reference
     if method.anchor == "old":  # then nobody has to hold a reference
         if method.advantage.beta:  # a KL in the reward is 0: the estimator is the preset's, this is for its check
-            options["advantage"] = method.advantage.kind
+            options = recipe.with_advantage(options, beta=0.0)
         if "ref_logp" in method.loss.needs:
             options["needs"] = [name for name in method.loss.needs if name != "ref_logp"]
     if reference.update != "auto":
-        used = {"every": ("every",), "kl": ("kl", "smoothing"), "ema": ("decay",)}.get(reference.update, ())
-        options["reference"] = {"update": reference.update} | {name: getattr(reference, name) for name in used}
+        used = {"every": ("every", "count"), "kl": ("kl", "smoothing", "count"), "ema": ("decay",)}
+        names = used.get(reference.update, ())
+        options["reference"] = {"update": reference.update} | {name: getattr(reference, name) for name in names}
     return options
 
 
@@ -184,7 +187,7 @@ def _algorithm(config: Config, method: Method) -> dict[str, Any]:
     reduction, anchored = method.loss.reduction, method.anchor != "old"
     in_reward = method.advantage.beta if anchored else 0.0
     out: dict[str, Any] = {
-        "algorithm.adv_estimator": f"{PREFIX}{config.loss.get('advantage', method.name)}",
+        "algorithm.adv_estimator": f"{PREFIX}{_estimator(config, method)}",
         f"{LOSS}.loss_mode": f"{PREFIX}{method.name}",
         **{f"+{LOSS}.rpg.{name}": value for name, value in _flat(_options(config, method))},
         "actor_rollout_ref.actor.loss_agg_mode": AGG_MODES[reduction],
@@ -198,8 +201,15 @@ def _algorithm(config: Config, method: Method) -> dict[str, Any]:
     if in_reward:
         out |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": in_reward, "algorithm.gamma": 1.0}
     if method.dynamic:
-        out |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "signal"}
+        metric = {"correct": "acc", "reward": "signal"}[signal_of(config)]
+        out |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": metric}
     return out
+
+
+def _estimator(config: Config, method: Method) -> str:
+    """A kind by its name, where the recipe names one alone; else the preset's own, with its options."""
+    given = config.loss.get("advantage")
+    return given if isinstance(given, str) and Advantage(given) == method.advantage else method.name
 
 
 def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -344,6 +354,8 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
         yield "rollout.slots: verl's own default"
     if method.advantage.beta and method.anchor == "old":
         yield f"loss.beta={method.advantage.beta:g}: the KL in the reward is 0, as its anchor is the sampling policy"
+    if method.min_signal and not method.dynamic:
+        yield f"rollout.min_signal={method.min_signal:g}: verl drops groups without signal, or none"
     if method.dynamic:
         names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
         yield f"{names}: verl samples two prompts for each it dropped, until a batch is full"

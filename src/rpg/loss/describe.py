@@ -66,5 +66,12 @@ def clip_text(rule: Clip | None) -> str:
 
 def advantage_text(advantage: Advantage) -> str:
     """reward-to-go, whiten, beta=0.01"""
-    chosen = {f.name: getattr(advantage, f.name) for f in fields(advantage) if f.name != "kind"}
-    return advantage.kind + "".join(f", {k}" if v is True else f", {k}={v:g}" for k, v in chosen.items() if v)
+    given = {f.name: getattr(advantage, f.name) for f in fields(advantage) if f.name != "kind"}
+    chosen = {f.name: given[f.name] for f in fields(advantage) if f.name in given and given[f.name] != f.default}
+    return advantage.kind + "".join(f", {k}" if v is True else f", {k}={_short(v)}" for k, v in chosen.items())
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return "…".join(map(_short, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -210,8 +210,10 @@ def reinforce_plain(logp, old, ref, A, mask):
 
 @preset("ppo", "arXiv 1707.06347")
 def ppo() -> Algorithm:
-    """−min(r·A, clip(r, 1±0.2)·A), A whitened over the batch (no critic); c = −A·r where not clipped."""
-    return row(PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2)), Advantage("batch-whitening"))
+    """PPO's clip without its critic: −min(r·A, clip(r, 1±0.2)·A), A = R whitened over the batch in place of GAE;
+    c = −A·r where not clipped."""
+    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2))
+    return row(loss, Advantage("batch-whitening"), note="there is no critic: its advantage is the whitened reward")
 
 
 @plain("ppo")
@@ -249,7 +251,8 @@ def grpo_corrected_plain(logp, old, ref, A, mask):
 
 @preset("dr-grpo", "arXiv 2503.20783")
 def dr_grpo() -> Algorithm:
-    """PPO-clip, A = R − mean, no KL, a constant denominator: override ``constant`` with your longest response."""
+    """PPO-clip, A = R − mean, no KL; the denominator is a constant a response, ``constant``: in a run the longest
+    response it allows (rollout.max_new_tokens), 3000 elsewhere."""
     loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2), reduction="constant", constant=3000)
     return row(loss, Advantage("group-mean"))
 
@@ -288,9 +291,9 @@ def reinforce_pp_plain(logp, old, ref, A, mask):
 
 @preset("reinforce++-baseline", "arXiv 2501.03262")
 def reinforce_pp_baseline() -> Algorithm:
-    """PPO-clip; A = R − group mean, whitened over the batch; a k2 loss; c = −A·r·1{in} + β·log u."""
+    """PPO-clip; A = R − group mean, whitened over all tokens of the batch; a k2 loss; c = −A·r·1{in} + β·log u."""
     loss = PolicyLoss("k2", 0.01, "differentiable", clip.Box(0.2, 0.2), needs=("ref_logp",))
-    return row(loss, Advantage("batch-whitening", baseline=True), reference="initial")
+    return row(loss, Advantage("batch-whitening", baseline=True, over="tokens"), reference="initial")
 
 
 @plain("reinforce++-baseline")
@@ -301,7 +304,7 @@ def reinforce_pp_baseline_plain(logp, old, ref, A, mask):
 
 @preset("rloo", "arXiv 2402.14740")
 def rloo() -> Algorithm:
-    """−A·log π(y), A = R − mean of the others; c = −A."""
+    """−A·log π(y), A = R − mean of the others; c = −A. ``advantage.beta`` puts a KL into R: − β·Σ log(old/ref)."""
     loss = PolicyLoss("none", 0, "reinforce", clip.Unweighted(), level="sequence", reduction="seq-mean-token-sum")
     return row(loss, Advantage("leave-one-out"))
 
@@ -327,9 +330,10 @@ def remax_plain(logp, old, ref, A, mask):
 
 @preset("gpg", "arXiv 2504.02546")
 def gpg() -> Algorithm:
-    """−A·log π, A = α(R − mean), α = groups / groups with signal; c = −A, token mean."""
+    """−A·log π, A = α(R − mean), α = groups / groups with signal; c = −A, token mean. More is sampled while fewer than
+    a share ``min_signal`` of the groups have signal: 0.6, its best row (0.4 in the authors' scripts)."""
     loss = PolicyLoss("none", 0, "reinforce", clip.Unweighted())
-    return row(loss, Advantage("group-mean", scale_by_signal=True))
+    return row(loss, Advantage("group-mean", scale_by_signal=True), min_signal=0.6)
 
 
 @plain("gpg")
@@ -354,7 +358,8 @@ def gspo_plain(logp, old, ref, A, mask):
 
 @preset("cispo", "arXiv 2506.13585")
 def cispo() -> Algorithm:
-    """−sg(min(r, 5))·A·log π; c = −A·min(r, 5), never zero. The cap is ScaleRL's (arXiv 2510.13786)."""
+    """−sg(min(r, 5))·A·log π; c = −A·min(r, 5), never zero. The cap is ScaleRL's (arXiv 2510.13786); ``low`` adds the
+    lower bound 1 − low, which MiniMax left open."""
     loss = PolicyLoss("none", 0, "reinforce", clip.Truncate(low=None, high=4.0))
     return row(loss, Advantage("group-mean-std"))
 
@@ -367,9 +372,10 @@ def cispo_plain(logp, old, ref, A, mask):
 
 @preset("cpgd", "arXiv 2505.12504")
 def cpgd() -> Algorithm:
-    """PPO-clip of the log-ratio + α·sg(min(r − 1, 2))·log π; c = −A·1{in} + α·min(r − 1, 2)."""
+    """PPO-clip of the log-ratio + α·sg(min(r − 1, 2))·log π, A = (R − mean)/std (its STD weight);
+    c = −A·1{in} + α·min(r − 1, 2)."""
     loss = PolicyLoss("ufkl", 1e-3, "reinforce", clip.LogBox(0.2, 0.2), kl_ratio_cap=3.0)
-    return row(loss, Advantage("group-mean"))
+    return row(loss, Advantage("group-mean-std"))
 
 
 @plain("cpgd")
@@ -381,16 +387,29 @@ def cpgd_plain(logp, old, ref, A, mask):
 
 @preset("pmd-mean", "arXiv 2602.05933")
 def pmd_mean() -> Algorithm:
-    """½τ(A/τ − l)²/|y|, l = Σ log π/old (Kimi k1.5), A leave-one-out; c = −(A − τ·l)/|y|: k2 at sequence level."""
-    loss = PolicyLoss("k2", 0.05, "reinforce", clip.Unweighted(), level="sequence", reduction="seq-mean-token-mean")
+    """½τ(A/τ − l)²/|y|, l = Σ log π/old (Kimi k1.5), A leave-one-out; c = −(A − τ·l)/|y|: k2 at sequence level.
+    τ is ``beta``, 0.01 in the authors' scripts (horizon-rl/OpenKimi)."""
+    loss = PolicyLoss("k2", 0.01, "reinforce", clip.Unweighted(), level="sequence", reduction="seq-mean-token-mean")
     return row(loss, Advantage("leave-one-out"))
 
 
 @plain("pmd-mean")
 def pmd_mean_plain(logp, old, ref, A, mask):
-    tau, length = 0.05, mask.sum(-1, keepdim=True)
+    tau, length = 0.01, mask.sum(-1, keepdim=True)
     log_r = ((logp - old) * mask).sum(-1, keepdim=True)
     return (tau / 2 * (A / tau - log_r) ** 2 / length).mean()
+
+
+@preset("pmd-partition", "arXiv 2602.05933")
+def pmd_partition() -> Algorithm:
+    """½τ(A/τ − l)²/|y| as pmd-mean, A = R − τ·log mean exp(R/τ) of the group's others; c = −(A − τ·l)/|y|.
+    ``beta`` is τ in both, 0.01."""
+    return row(pmd_mean().loss, Advantage("log-partition", tau=0.01))
+
+
+@plain("pmd-partition")
+def pmd_partition_plain(logp, old, ref, A, mask):
+    return pmd_mean_plain(logp, old, ref, A, mask)
 
 
 @preset("atr-grpo", "arXiv 2602.05494")
@@ -423,9 +442,10 @@ def capo_plain(logp, old, ref, A, mask, keep):
 
 @preset("topr", "arXiv 2503.14286")
 def topr() -> Algorithm:
-    """R > 0: −R·log π(y); R < 0: −sg(min(W, 1))·R·log π(y). Rewards are signed, there is no baseline."""
+    """A = R − c, R of −1 … 1 (a run maps 0 … 1 there), c = ``advantage.constant`` = 0; A > 0: −A·log π(y); A < 0:
+    −sg(min(W, 1))·A·log π(y)."""
     loss = PolicyLoss("none", 0, "reinforce", clip.Taper(), level="sequence", reduction="seq-mean-token-sum")
-    return row(loss, Advantage("none"))
+    return row(loss, Advantage("constant", mapped_to=(-1, 1)))
 
 
 @plain("topr")
@@ -571,3 +591,46 @@ def skywork_or1() -> Algorithm:
 def skywork_or1_plain(logp, old, ref, A, mask, entropy=0.0, alpha=0.0):
     r = (logp - old).exp()
     return token_mean(ppo_clip(r, A, 0.8, 1.2) - alpha * entropy, mask)
+
+
+# ---- baselines that have a name --------------------------------------------------------------------------------------
+
+
+@preset("maxrl", "arXiv 2602.02710")
+def maxrl() -> Algorithm:
+    """PPO-clip, token mean; A = (R − mean)/mean, 0 where nothing is solved, R of 0 … 1: towards log p of a prompt
+    instead of p; c = −A·r·1{in}."""
+    loss = PolicyLoss("none", 0, "differentiable", clip.Box(0.2, 0.2))
+    return row(loss, Advantage("success-rate", mapped_to=(0, 1)))
+
+
+@plain("maxrl")
+def maxrl_plain(logp, old, ref, A, mask):
+    r = (logp - old).exp()
+    return token_mean(ppo_clip(r, A, 0.8, 1.2), mask)
+
+
+@preset("opo", "arXiv 2505.23585")
+def opo() -> Algorithm:
+    """−A·log π(y), A = R − Σ|y|·R/Σ|y| of the group; c = −A. No importance weight: it is for one step on a batch."""
+    loss = PolicyLoss("none", 0, "reinforce", clip.Unweighted(), level="sequence", reduction="seq-mean-token-sum")
+    return row(loss, Advantage("length-weighted"))
+
+
+@plain("opo")
+def opo_plain(logp, old, ref, A, mask):
+    log_pi = (logp * mask).sum(-1, keepdim=True)
+    return (-A * log_pi).mean()
+
+
+@preset("otb", "arXiv 2602.07078")
+def otb() -> Algorithm:
+    """−A_t·log π, A_t = R − Σ W_t·R/Σ W_t over the group's responses that reach t, W_t = Σ_{j≤t} (1 − 2π_j + Σπ²), the
+    optimal token baseline; c = −A_t, summed over tokens."""
+    loss = PolicyLoss("none", 0, "reinforce", clip.Unweighted(), reduction="seq-mean-token-sum")
+    return row(loss, Advantage("optimal-token"))
+
+
+@plain("otb")
+def otb_plain(logp, old, ref, A, mask):
+    return (-A * logp * mask).sum(-1).mean()

@@ -7,13 +7,13 @@ second model is held) or "initial" (the model training began from).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 from torch import Tensor
 
 from ..console import choose, one_of
-from .advantages import Advantage
+from .advantages import Advantage, Range
 from .policy_loss import PolicyLoss
 
 
@@ -27,27 +27,49 @@ class Algorithm:
     paper: str = ""
     formula: str = ""
     reference: str = "old"
-    dynamic_sampling: bool = False  # groups whose rewards are all equal are dropped and sampled again
+    dynamic_sampling: bool = False  # groups without signal are dropped and sampled again
+    min_signal: float = 0.0  # share of a step's groups that must have signal, or more are sampled (GPG)
     overlong_penalty: bool = False  # advantages.soft_overlong_penalty is added to the reward
     curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
+    note: str = ""  # what a user should know at the start of a run
+
+    @property
+    def only_here(self) -> str | None:
+        """Why it runs in ``rpg train`` alone: what TRL and verl do not give it. None: it runs there too."""
+        return self.loss.only_here or self.advantage.only_here
 
     @property
     def has_kl(self) -> bool:
         """In the loss, or in the reward."""
         return self.loss.has_kl or self.advantage.beta > 0
 
-    def resolve(self, dynamic: bool | None = None, overlong: bool | None = None, update: str = "auto") -> Method:
-        """With a run's own choices; None and "auto" are as published. Without a KL there is nothing to anchor: old."""
+    def resolve(
+        self,
+        dynamic: bool | None = None,
+        overlong: bool | None = None,
+        update: str = "auto",
+        *,
+        min_signal: float | None = None,
+        rewards: Range | None = None,
+    ) -> Method:
+        """With a run's own choices; None and "auto" are as published. Without a KL there is nothing to anchor: old.
+
+        ``rewards``: where they lie, if that is known.
+        """
         one_of("reference", self.reference, ("old", "initial"))
         anchor = {"old": "old", "initial": "frozen"}[self.reference] if update == "auto" else update
+        if update == "auto" and self.advantage.beta > 0:  # from the sampling policy itself it would be 0
+            anchor = "frozen"
         return Method(
             name=self.name,
             loss=self.loss,
-            advantage=self.advantage,
+            advantage=self.advantage.for_rewards(rewards),
             dynamic=self.dynamic_sampling if dynamic is None else dynamic,
             overlong=self.overlong_penalty if overlong is None else overlong,
             anchor=anchor if self.has_kl else "old",
             curvature_gate=self.curvature_gate,
+            min_signal=self.min_signal if min_signal is None else min_signal,
+            note=self.note,
         )
 
 
@@ -58,15 +80,26 @@ class Method:
     name: str
     loss: PolicyLoss
     advantage: Advantage
-    dynamic: bool  # groups whose rewards are all equal are dropped and sampled again
+    dynamic: bool  # groups without signal are dropped and sampled again
     overlong: bool  # advantages.soft_overlong_penalty is added to the reward
     anchor: str  # of the KL: old (no second model is held), or a copy: every, kl, ema, frozen (loss/anchor.py)
     curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
+    min_signal: float = 0.0  # share of a step's groups that must have signal, or more are sampled
+    note: str = ""  # what a user should know at the start of a run
+
+    @property
+    def only_here(self) -> str | None:
+        """Why it runs in ``rpg train`` alone: what TRL and verl do not give it. None: it runs there too."""
+        return self.loss.only_here or self.advantage.only_here
 
     @property
     def has_kl(self) -> bool:
         """In the loss, or in the reward."""
         return self.loss.has_kl or self.advantage.beta > 0
+
+    def remarks(self, rewards: Range | None) -> list[str]:
+        """What a user should know at the start, one line each. ``rewards``: where they lie, if that is known."""
+        return [f"{self.name}: {text}" for text in (self.note, *self.advantage.about_rewards(rewards)) if text]
 
     @property
     def needs_reference(self) -> bool:
@@ -79,6 +112,7 @@ class Method:
         return self.advantage.kind == "greedy-baseline"
 
 
+LONGEST = "longest"  # as the constant of a denominator: the longest response that a run allows
 _PRESETS: dict[str, Callable[[], Algorithm]] = {}
 _ROWS: dict[str, Callable[[], Algorithm]] = {}
 _PLAIN: dict[str, Callable[..., Tensor]] = {}
@@ -142,12 +176,15 @@ def algorithms() -> list[str]:
 
 def algorithm(name: str, **overrides: object) -> Algorithm:
     """A preset by name. Keywords override its loss (``beta=…``), its clip (``high=…``) or the algorithm itself
-    (``advantage=Advantage(…)`` or ``advantage="leave-one-out"``)."""
+    (``advantage="leave-one-out"``, ``advantage={"beta": 0.1}`` or ``advantage=Advantage(…)``)."""
     if name not in _PRESETS:
         raise ValueError(choose("algorithm", str(name), _PRESETS))
     chosen = _PRESETS[name]()
-    if isinstance(overrides.get("advantage"), str):
-        overrides["advantage"] = Advantage(str(overrides["advantage"]))
+    overrides = with_advantage(overrides, chosen.advantage)
+    if overrides.get("constant") == LONGEST:
+        raise ValueError(
+            f"constant={LONGEST!r} is the longest response that a run allows: outside a run give the number"
+        )
     algorithm_fields = {f.name for f in fields(Algorithm)} - {"name", "paper", "formula"}
     loss_fields = {f.name for f in fields(PolicyLoss)}
     loss_given = overrides.get("loss", chosen.loss)
@@ -162,7 +199,12 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
         if chosen.advantage.kind == "reward-to-go":  # its KL is in the reward
             chosen = replace(chosen, advantage=chosen.advantage.replace(beta=changes.pop("beta")))
         elif changes["beta"]:
-            raise ValueError(f"beta has no effect on {name!r}, which has no KL term; give divergence='urkl' too")
+            raise ValueError(
+                f"beta has no effect on {name!r}, which has no KL term; give divergence='urkl' too, or "
+                "advantage={'beta': …} for a KL in the reward"
+            )
+    if "beta" in changes and chosen.advantage.tau is not None:  # one temperature for both
+        chosen = replace(chosen, advantage=chosen.advantage.replace(tau=changes["beta"]))
     if changes.get("divergence", "none") != "none" and not changes.get("beta", chosen.loss.beta):
         raise ValueError(f"divergence={changes['divergence']!r} needs a beta: {name!r} has none of its own")
     if changes.get("reduction", "constant") != "constant":
@@ -171,5 +213,28 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     if inner:
         changes["clip"] = replace(rule, **inner)  # type: ignore[type-var]
     loss = chosen.loss.replace(**changes)
-    formula = chosen.formula if loss == chosen.loss else f"{chosen.formula} Changed: {', '.join(overrides)}."
+    same = loss == chosen.loss and chosen.advantage == _PRESETS[name]().advantage
+    formula = chosen.formula if same else f"{chosen.formula} Changed: {', '.join(overrides)}."
     return replace(chosen, formula=formula, loss=loss)
+
+
+def with_advantage(options: Mapping[str, object], published: Advantage) -> dict[str, object]:
+    """Options of a preset with their advantage made: a kind, options of ``published``, or of another kind.
+
+    A flag's ``advantage.beta`` is an option of it too.
+    """
+    out = {name: value for name, value in options.items() if not name.startswith("advantage.")}
+    dotted = {name.removeprefix("advantage."): value for name, value in options.items() if name not in out}
+    given = out.get("advantage")
+    if given is None and not dotted:
+        return out
+    if isinstance(given, Advantage):
+        out["advantage"] = given.replace(**dotted)
+        return out
+    changes = {"kind": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else given
+    if not isinstance(changes, dict | None):
+        raise TypeError(f"advantage must be a kind, options by name, or an rpg.Advantage; got {given!r}")
+    changes = (changes or {}) | dotted
+    start = Advantage() if "kind" in changes else published
+    out["advantage"] = start.replace(**changes)
+    return out

@@ -23,7 +23,15 @@ from ..models.meta import Shell, shell
 from ..rollout.vllm import GPU_SHARE
 from ..run.config import Config
 from ..training.old_logp import OldLogp
-from ..training.setup import algorithm_of, check_rewards, method_of, pick_device, pick_dtype, warnings_about
+from ..training.setup import (
+    algorithm_of,
+    check_rewards,
+    method_of,
+    pick_device,
+    pick_dtype,
+    rewards_of,
+    warnings_about,
+)
 from .data import Data, data_of
 
 SHARES = (0.25, 0.5, 1.0)  # of max_new_tokens: mean length of a response; the middle one is the estimate
@@ -135,7 +143,7 @@ def plan(
         slots=sizes.slots if needed.total <= available else max(sizes.slots, IF_IT_FITTED),
     )
     data = data_of(config)
-    passes = held + OldLogp(config, method.loss, dtype).always
+    passes = held + OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq
     prompt = prompt_tokens or data.prompt
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
@@ -148,7 +156,7 @@ def plan(
         config=config,
         method=method,
         formula=algorithm_of(config).formula,
-        warnings=tuple(warnings_about(method, config)),
+        warnings=(*warnings_about(method, config), *method.remarks(rewards_of(config))),
         parameters=model.parameters,
         trained=model.trained,
         known_from=model.known_from,

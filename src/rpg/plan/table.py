@@ -11,15 +11,17 @@ from rich.text import Text
 
 from ..console import amount, estimated_duration, gb, printed
 from ..loss.describe import advantage_text, clip_text
+from ..training.collect import signal_of
 from .plan import IF_IT_FITTED, Plan
 
 ANCHORS = {
     "old": "anchored to the sampling policy, so no second model is held",
     "frozen": "anchored to the initial model",
-    "every": "anchored to a copy, renewed every {every} steps",
+    "every": "anchored to a copy, renewed every {every} {count}",
     "kl": "anchored to a copy, renewed when the KL passes {kl:g}",
     "ema": "anchored to a moving average of the weights",
 }
+REPLACED = {"correct": "groups all solved or none solved", "reward": "groups of equal rewards"}
 PARTS = {
     "weights": "{dtype}",
     "masters": "float32 copies of trained weights",
@@ -66,7 +68,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
             _kl(plan),
             "; ".join(
                 [
-                    "dynamic sampling: groups of equal rewards are replaced"
+                    f"dynamic sampling: {REPLACED[signal_of(config)]} are replaced"
                     if method.dynamic
                     else "no dynamic sampling",
                     f"overlong penalty in the last {rollout.overlong_tokens} tokens"
@@ -103,7 +105,9 @@ def _kl(plan: Plan) -> str:
     if not method.has_kl:
         return "no KL term, so no reference"
     text = f"KL {loss.divergence}, β {loss.beta:g}" if loss.has_kl else f"KL in the reward, β {method.advantage.beta:g}"
-    anchor = ANCHORS[method.anchor].format(every=reference.every, kl=reference.kl)
+    anchor = ANCHORS[method.anchor].format(
+        every=reference.every, count=reference.count.replace("optimizer-", "optimiser "), kl=reference.kl
+    )
     if method.anchor == "frozen":
         anchor += ", of which a copy is held" if plan.memory.reference else ": the model with its adapter off, no copy"
     return f"{text}, {anchor}"

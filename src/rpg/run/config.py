@@ -88,11 +88,17 @@ class RolloutConfig:
     """old log-probabilities: the engine's, or recomputed by the trainer; auto: the native engine's in float32, and
     in bfloat16 as long as the measured difference is harmless; with vLLM always recomputed"""
     dynamic: bool | None = None
-    """drop groups whose rewards are all equal and sample others instead; None: as the algorithm was published"""
+    """drop groups without signal and sample others instead; None: as the algorithm was published"""
+    dynamic_by: Literal["auto", "correct", "reward"] = "auto"
+    """a group has signal if its responses differ in what counts as solved (correct), or in their reward, the overlong
+    penalty aside; auto: correct, where the task or a part of task.rewards says what is correct, else reward"""
+    min_signal: Share | None = None
+    """without dynamic sampling: sample more groups while fewer than this share have signal, and train on those that
+    have it first; None: as the algorithm was published (gpg: 0.6, others: 0)"""
     oversample: Annotated[float, FROM_1] = 1.25
     """with dynamic sampling: prompts sampled for each one still wanted, from what earlier steps kept of theirs"""
     max_rounds: Count = 4
-    """with dynamic sampling: rounds after which a step goes on with the groups it has"""
+    """with dynamic sampling or min_signal: rounds after which a step goes on with the groups it has"""
     overlong: bool | None = None
     """soft overlong penalty; None: as the algorithm was published"""
     overlong_tokens: Count = 16
@@ -143,11 +149,14 @@ class ReferenceConfig:
     """the KL's anchor: old (the sampling policy; no second model is held), a copy renewed every K steps, when the KL to
     it passes a target, as a moving average (ema), or never (frozen); auto: as the algorithm was published"""
     every: Count = 10
-    """update=every: steps between renewals"""
+    """update=every: iterations or optimiser steps between renewals, as reference.count says"""
+    count: Literal["iterations", "optimizer-steps"] = "iterations"
+    """what every and smoothing count: iterations (batches of rollouts), or optimiser steps, as the RPG paper does; the
+    copy is renewed at the end of the iteration in which it is due"""
     kl: Positive = 0.05
     """update=kl: renewed when the moving average of the KL per token passes this"""
     smoothing: Decay = 0.9
-    """update=kl: weight of the past in that moving average"""
+    """update=kl: weight of the past in that moving average, which is divided by what it has seen since the renewal"""
     decay: Decay = 0.98
     """update=ema: weight of the past at each step"""
 

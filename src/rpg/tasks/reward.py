@@ -69,6 +69,19 @@ def functions(function: str | None, parts: Mapping[str, float]) -> list[str]:
     return named
 
 
+def reward_range(task: str, function: str | None, parts: Mapping[str, float]) -> tuple[float, float] | None:
+    """Where a reward lies, from the names alone; None where a function of the user's own decides it."""
+    if function is not None or any(name not in (CORRECT, FORMAT) for name in parts):
+        return None
+    own_task = any(re.search(r"\.py:\w+$", part.strip()) for part in task.split("+"))
+    if own_task and (not parts or CORRECT in parts):
+        return None
+    weights = list(parts.values()) or [1.0]
+    if not all(isinstance(weight, int | float) for weight in weights):
+        return None  # refused by ``functions``
+    return sum(min(weight, 0.0) for weight in weights), sum(max(weight, 0.0) for weight in weights)
+
+
 def _names(parts: Iterable[str]) -> dict[str, str]:
     """What metrics call them: correct, format, my_reward.score for rewards/my_reward.py:score unless two are alike."""
     short = {given: given.rpartition("/")[2].replace(".py:", ".").replace(":", ".") for given in parts}

@@ -147,7 +147,9 @@ def _padded(rows: Sequence[Sequence[Any]], pad: Any) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(out), torch.from_numpy(mask)
 
 
-def with_advantages(batch: Batch, advantage: Advantage, greedy: Sequence[float] | None) -> Batch:
+def with_advantages(
+    batch: Batch, advantage: Advantage, greedy: Sequence[float] | None, score_sq_BT: Tensor | None = None
+) -> Batch:
     greedy_B = None if greedy is None else torch.tensor(greedy, device=batch.reward_B.device)[batch.group_B]
     values = advantage(
         batch.reward_B,
@@ -156,6 +158,7 @@ def with_advantages(batch: Batch, advantage: Advantage, greedy: Sequence[float] 
         old_logp=batch.old_logp_BT,
         ref_logp=batch.ref_logp_BT,
         greedy_rewards=greedy_B,
+        score_sq=score_sq_BT,
     )
     return replace(batch, advantage=values)
 

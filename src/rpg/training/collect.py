@@ -18,13 +18,16 @@ from ..distributed.split_work import generate, score
 from ..loss.advantages import soft_overlong_penalty
 from ..loss.methods import Method
 from ..models.policy import Policy
+from ..rewards.scoring import CORRECT
 from ..rollout import Engine, Rollout
 from ..run.config import Config
 from ..run.seeds import permutation, stream
 from ..tasks import ENDLESS, Problem, Scorer, Scores, Task
+from ..tasks.reward import reward_range
 from ..tasks.templates import WRAPPED, fill
 from .progress import SamplingPosition
 
+UNEQUAL = {"correct": "right and wrong responses", "reward": "unequal rewards"}
 LONG_IN_A_ROW = 1000  # prompts without end that are all too long, after which it is no accident
 
 
@@ -66,9 +69,13 @@ class Group:
     responses: list[Response]
     greedy: float | None = None  # reward of the most probable response, where the algorithm needs it
 
-    @property
-    def informative(self) -> bool:
-        """Whether the reward function told responses apart; a penalty on their length alone is nothing to learn."""
+    def informative(self, by: str = "reward") -> bool:
+        """Whether its responses differ in what counts as solved (``correct``), or in what the reward function said.
+
+        A penalty on their length alone is nothing to learn.
+        """
+        if by == "correct":
+            return 0 < self.share_solved() < 1
         return max(r.score for r in self.responses) - min(r.score for r in self.responses) > 1e-9
 
     def share_solved(self) -> float:
@@ -83,10 +90,16 @@ class Experience:
     failures: dict[str, int]  # reward calls that raised, timed out, or gave no finite number
     messages: list[str]
     seconds: dict[str, float]
+    signal: str = "reward"  # what tells groups with signal from those without: correct or reward
 
     @property
     def starved(self) -> bool:
         return not self.groups
+
+    @property
+    def scores(self) -> list[float]:
+        """Of all responses, without penalties."""
+        return [response.score for group in self.sampled for response in group.responses]
 
     @property
     def greedy(self) -> list[float] | None:
@@ -97,7 +110,7 @@ class Experience:
     def why_starved(self) -> str:
         m = self.metrics()
         return (
-            f"none of {len(self.sampled)} groups had unequal rewards "
+            f"none of {len(self.sampled)} groups had {UNEQUAL[self.signal]} "
             f"({m['groups/all_solved']:.0%} all solved, {m['groups/none_solved']:.0%} none solved)"
         )
 
@@ -192,6 +205,7 @@ class Collector:
     ):
         self.config, self.method, self.sampler, self.task = config, method, sampler, task
         self.position = SamplingPosition() if position is None else position
+        self.signal = signal_of(config)
         rollout = config.rollout
         if method.overlong and not 0 < rollout.overlong_tokens < rollout.max_new_tokens:
             raise ValueError(
@@ -201,28 +215,43 @@ class Collector:
         self._shuffled = lru_cache(maxsize=1)(self._shuffle)
 
     def collect(self, step: int) -> Experience:
-        """Groups for one step. With dynamic sampling, rounds of prompts until enough groups are informative."""
+        """Groups for one step. With dynamic sampling, rounds of prompts until enough groups are informative.
+
+        With a least share of groups with signal, rounds until there are so many, and those without fill up the rest.
+        """
         rollout, dynamic, position = self.config.rollout, self.method.dynamic, self.position
-        kept: list[Group] = []
+        wanted = rollout.prompts if dynamic else math.ceil(self.method.min_signal * rollout.prompts)
+        kept: list[Group] = []  # with signal
         sampled: list[Group] = []
         failures: Counter[str] = Counter()
         messages: list[str] = []
         seconds = {"rollout": 0.0, "reward": 0.0}
         rounds = 0
-        while len(kept) < rollout.prompts and rounds < (rollout.max_rounds if dynamic else 1):
-            prompts = rollout.prompts - len(kept)
-            if dynamic:
+        while rounds == 0 or (len(kept) < wanted and rounds < rollout.max_rounds):
+            prompts = rollout.prompts if rounds == 0 else wanted - len(kept)
+            if dynamic or rounds:
                 prompts = math.ceil(prompts * min(rollout.oversample / max(position.keep_rate, 0.1), 4))
             groups, scores = self._sample(prompts, stream(self.config.seed, "rollout", step, rounds), seconds)
             rounds += 1
             sampled += groups
-            kept += [group for group in groups if group.informative or not dynamic]
+            kept += [group for group in groups if group.informative(self.signal)]
             failures.update(scores.failures)
             messages += scores.messages
-        informative = sum(group.informative for group in sampled) / len(sampled)
-        position.keep_rate = 0.7 * position.keep_rate + 0.3 * informative
+        position.keep_rate = 0.7 * position.keep_rate + 0.3 * len(kept) / len(sampled)
         position.count_failures(failures)
-        return Experience(kept[: rollout.prompts], sampled, rounds, failures, messages, seconds)
+        trained = kept if dynamic else self._filled_up(kept, sampled)
+        return Experience(trained[: rollout.prompts], sampled, rounds, failures, messages, seconds, self.signal)
+
+    def _filled_up(self, kept: list[Group], sampled: list[Group]) -> list[Group]:
+        """As they were sampled, and of more than a step's number those with signal first."""
+        spare = self.config.rollout.prompts - len(kept)
+        chosen, without = [], 0
+        for group in sampled:
+            has_signal = group.informative(self.signal)
+            without += not has_signal
+            if has_signal or without <= spare:
+                chosen.append(group)
+        return chosen
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
@@ -280,6 +309,19 @@ class Collector:
         lengths = torch.tensor([len(response.rollout.tokens) for response in responses])
         penalties = soft_overlong_penalty(lengths, limit, zone)
         return [replace(r, penalty=float(penalty)) for r, penalty in zip(responses, penalties, strict=True)]
+
+
+def signal_of(config: Config) -> str:
+    """What tells groups apart: ``correct`` or ``reward``. Who says what is correct: the task, or a part of the reward.
+
+    A function of the user's that is the whole reward, or a task's of the user's, says how good a response is.
+    """
+    task, by = config.task, config.rollout.dynamic_by
+    if by != "auto":
+        return by
+    if task.rewards:
+        return "correct" if CORRECT in task.rewards else "reward"
+    return "correct" if reward_range(task.name, task.reward, {}) is not None else "reward"
 
 
 class PromptTooLong(ValueError):

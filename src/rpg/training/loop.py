@@ -22,6 +22,7 @@ from torch import Tensor
 from ..distributed.context import RunContext
 from ..distributed.ranks import ALONE, LOST, RankFailed, World
 from ..distributed.shards import ShardedPolicy
+from ..loss.advantages import NEVER_NEGATIVE
 from ..models.policy import Policy
 from ..rollout import NotFinite, TooManyKept
 from ..run import checkpoint
@@ -33,9 +34,9 @@ from ..run.signals import Stop, interruptible
 from ..run.view import Mute, View, make_view
 from ..tasks import RewardError, Task, load_task
 from .batch import make_batch, with_advantages
-from .collect import Collector, PromptTooLong, Sampler
+from .collect import UNEQUAL, Collector, PromptTooLong, Sampler
 from .evaluate import evaluate
-from .old_logp import OldLogp, with_logp
+from .old_logp import OldLogp, batch_score_sq, with_logp
 from .oom_retry import DoesNotFit, make_oom_retry, pick_slots
 from .optim import averaged_weights, make_optimizer
 from .progress import Progress
@@ -51,6 +52,7 @@ from .setup import (
     method_of,
     pick_device,
     pick_dtype,
+    rewards_of,
     unasked,
     warnings_about,
 )
@@ -182,6 +184,8 @@ class Trainer:
         check_rewards(config)
         for text in warnings_about(method, config):
             self._warn(text)
+        for text in method.remarks(rewards_of(config)):
+            self.view.message(text)
         named = config.task
         self.task: Task = load_task(named.name, config.seed, named.test, named.prompt_key, named.answer_key)
         for text in (*self.task.notes, *unasked(self.task, config)):
@@ -312,6 +316,8 @@ class Trainer:
         experience = self.collector.collect(step)
         for text in experience.messages:
             self._warn(f"reward function: {text}")
+        if step == 1 and self.method.advantage.never_negative(experience.scores):
+            self._warn(f"{self.method.name}: {NEVER_NEGATIVE}")
         training_start = time.perf_counter()
         row, advantages = experience.metrics(), None
         if experience.starved:
@@ -325,13 +331,15 @@ class Trainer:
             old_logp_BT = self.oom_retry.run(batch, compute_old) if recompute else None
             ref_logp_BT = self.oom_retry.run(batch, partial(self.reference.logp, batch))
             batch = with_logp(batch, old_logp_BT, ref_logp_BT, self.method.needs_reference)
-            batch = with_advantages(batch, self.method.advantage, experience.greedy)
+            score_sq = partial(batch_score_sq, learner, batch, world=self.world)
+            score_sq_BT = self.oom_retry.run(batch, score_sq) if self.method.advantage.needs_score_sq else None
+            batch = with_advantages(batch, self.method.advantage, experience.greedy, score_sq_BT)
             metrics = self.updater.update(batch, step)
             self.old_logp.measure(metrics)
             row |= metrics | {"old_logp/recomputed": float(recompute)} | batch.kept_metrics()
             advantages = batch.advantage_of_responses()
             self.sync()
-        renewed = self.reference.after_step(step, learner, row.get("kl/ref"))
+        renewed = self.reference.after_step(step, learner, row.get("kl/ref"), int(row.get("optimizer_steps", 0)))
         if self.reference.policy is not None:
             row["reference/updated"] = float(renewed)
         self.progress.step = step
@@ -397,9 +405,10 @@ class Trainer:
 
     def _starvation(self) -> str:
         return (
-            f"ended after step {self.progress.step}: for {MAX_STARVED} steps no group had unequal rewards, so there is "
-            "nothing to learn. If all are solved the task is done; if none are, it is too hard for this model: try "
-            "easier problems, more rollout.samples or a higher rollout.temperature"
+            f"ended after step {self.progress.step}: for {MAX_STARVED} steps no group had "
+            f"{UNEQUAL[self.collector.signal]}, so there is nothing to learn. If all are solved the task is done; if "
+            "none are, it is too hard for this model: try easier problems, more rollout.samples or a higher "
+            "rollout.temperature"
         )
 
     # ---- checkpoints, summary, report --------------------------------------------------------------------------------

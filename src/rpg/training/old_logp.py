@@ -8,12 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..distributed.ranks import ALONE, World
+from ..kernels.kept import Kept
+from ..kernels.logp import head_logits
 from ..loss.objective import k3
 from ..loss.policy_loss import PolicyLoss
+from ..models.policy import Policy
 from ..run.config import Config
-from .batch import Batch
+from .batch import Batch, rank_micro_batches
 from .progress import Progress
 
+SQUARES_ELEMENTS = 2**25  # logits held at once by batch_score_sq
 HARMLESS = 2e-4  # KL per token between engine and trainer: see OldLogp
 
 
@@ -68,3 +73,36 @@ def engine_mismatch(batch: Batch, logp_BT: Tensor) -> dict[str, float]:
     log_rho = (logp_BT - batch.old_logp_BT)[batch.mask_BT]
     metrics = {"mismatch/max_log_ratio": float(log_rho.abs().max()), "mismatch/kl": float(k3(log_rho).mean())}
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@torch.no_grad()
+def batch_score_sq(policy: Policy, batch: Batch, micro_tokens: int, world: World = ALONE) -> Tensor:
+    """|∂ log π/∂ logits|² = 1 − 2π_a + Σπ² of the responses' tokens, [B,T]: a pass of its own, for the optimal token
+    baseline. Each rank computes a share. Logits are held for a few tokens at a time."""
+    out_BT = torch.zeros_like(batch.old_logp_BT)
+    for index, part in rank_micro_batches(batch, micro_tokens, policy.packs, world):
+        scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, part.group_B, kept=part.kept)
+        if index is None:  # another rank has more: take part
+            continue
+        assert scored.hidden_NH is not None
+        head_VH = policy.head()
+        squares_N = _sums_of_squares(scored.hidden_NH / policy.temperature, head_VH, part.kept)
+        squares_BT = torch.zeros_like(scored.logp_BT).masked_scatter(part.mask_BT, squares_N)
+        out_BT[index, : squares_BT.shape[1]] = (1 - 2 * scored.logp_BT.exp() + squares_BT) * part.mask_BT
+    policy.rest()
+    world.add(out_BT)
+    return out_BT
+
+
+def _sums_of_squares(hidden_NH: Tensor, head_VH: Tensor, kept: Kept | None) -> Tensor:
+    """Σπ² over the vocabulary or, with truncated sampling, over the set that was kept. [N]"""
+    rows = max(1, SQUARES_ELEMENTS // len(head_VH))
+    hidden = torch.split(hidden_NH, rows)
+    sets = [None] * len(hidden) if kept is None else kept.to(hidden_NH.device).split(rows)
+    squares = []
+    for h_NH, some in zip(hidden, sets, strict=True):
+        logits_NV = head_logits(h_NH, head_VH)
+        if some is not None:
+            logits_NV = logits_NV.masked_fill(some.outside(len(head_VH)), -torch.inf)
+        squares.append(logits_NV.softmax(-1).square_().sum(-1))
+    return torch.cat(squares)

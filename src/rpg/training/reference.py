@@ -70,14 +70,15 @@ class Reference:
         return adapters.switched_off(model) if self.adapter is None else adapters.swapped_in(model, self.adapter)
 
     @torch.no_grad()
-    def after_step(self, step: int, policy: Policy, kl: float | None) -> bool:
+    def after_step(self, step: int, policy: Policy, kl: float | None, optimizer_steps: int = 1) -> bool:
         """Renew the copy if its rule says so. ``kl``: per token, current policy from reference, in this step."""
         if self.policy is None or self.rule == "frozen":
             return False
         if self.rule == "ema":
             self._blend(policy, 1 - self.config.decay)
             return True
-        due = self.renewal.due(step, kl)
+        by_iterations = self.config.count == "iterations"
+        due = self.renewal.due(step, kl) if by_iterations else self.renewal.due(None, kl, optimizer_steps)
         if due:
             self._blend(policy, 1.0)
             self.renewal.renewed()

@@ -8,15 +8,17 @@ import torch
 
 from ..console import one_of
 from ..distributed.context import QUIET, RunContext
+from ..loss.advantages import GROUP_KINDS
 from ..loss.clip import Unweighted
 from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
+from ..loss.registry import LONGEST
 from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..rollout import Engine, NativeEngine, Sampling
 from ..run.config import Config
 from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
-from ..tasks.reward import functions, make_reward
+from ..tasks.reward import functions, make_reward, reward_range
 from ..tasks.templates import template_text
 from .collect import PromptTooLong, encode_prompt, prompt_parts
 
@@ -136,12 +138,23 @@ def _check_context(policy: Policy, longest: int, config: Config) -> None:
 def method_of(config: Config) -> Method:
     """The run's algorithm, with its own choices around it: decided here, once."""
     rollout = config.rollout
-    return algorithm_of(config).resolve(rollout.dynamic, rollout.overlong, config.reference.update)
+    return algorithm_of(config).resolve(
+        rollout.dynamic,
+        rollout.overlong,
+        config.reference.update,
+        min_signal=rollout.min_signal,
+        rewards=rewards_of(config),
+    )
+
+
+def rewards_of(config: Config) -> tuple[float, float] | None:
+    """Where the rewards lie, if that is known."""
+    return reward_range(config.task.name, config.task.reward, config.task.rewards)
 
 
 def algorithm_of(config: Config) -> Algorithm:
     """The preset with the run's options; Dr.GRPO's constant is the run's own longest response unless it is given."""
-    options = dict(config.loss)
+    options = {name: value for name, value in config.loss.items() if (name, value) != ("constant", LONGEST)}
     if isinstance(rule := options.get("mismatch"), str):
         one_of("loss.mismatch", rule, MISMATCH)
         options["mismatch"] = MISMATCH[rule]
@@ -159,9 +172,9 @@ def algorithm_of(config: Config) -> Algorithm:
 
 def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
     """Two groups of two tokens, so that a combination which cannot be trained is known before anything is sampled."""
-    if samples < 2 and chosen.advantage.kind in ("group-mean", "group-mean-std", "leave-one-out"):
+    if samples < 2 and chosen.advantage.kind in (*GROUP_KINDS, "optimal-token"):
         raise ValueError(f"{chosen.name} compares the responses to a prompt: rollout.samples must be at least 2")
-    if prompts * samples < 2 and (chosen.advantage.kind == "batch-whitening" or chosen.advantage.whiten):
+    if prompts * samples < 2 and (chosen.advantage.whitens or chosen.advantage.kind == "batch-mean"):
         raise ValueError(f"{chosen.name} compares the responses of a step: it needs at least 2")
     if chosen.loss.reduction == "none":
         raise ValueError("loss.reduction=none leaves no number to differentiate")
@@ -173,7 +186,8 @@ def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
     logp = torch.full((2 * samples, 2), -1.0, requires_grad=True)
     mask, old = torch.ones(2 * samples, 2, dtype=torch.bool), logp.detach()
     rewards = (torch.arange(2 * samples) % 2).float()
-    advantage = chosen.advantage(rewards, group, mask=mask, old_logp=old, ref_logp=old, greedy_rewards=rewards)
+    known = {"mask": mask, "old_logp": old, "ref_logp": old, "greedy_rewards": rewards, "score_sq": old.exp()}
+    advantage = chosen.advantage(rewards, group, **known)
     keep = mask if chosen.curvature_gate else None
     chosen.loss(logp, old, advantage, mask, old, old, keep=keep, groups=group, entropy=-logp)
 

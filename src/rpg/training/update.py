@@ -77,7 +77,7 @@ class Updater:
         oom_retry: OomRetry | None = None,
         context: RunContext = QUIET,
     ):
-        if method.curvature_gate and not policy.linear:
+        if (method.curvature_gate or method.advantage.needs_score_sq) and not policy.linear:
             raise ValueError(f"{method.name} needs a model with a plain linear head, without bias, scale or cap")
         if method.curvature_gate and config.optim.name != "adamw":
             raise ValueError(f"{method.name} needs optim.name=adamw: its gate reads AdamW's second moments")
@@ -147,7 +147,8 @@ class Updater:
             metrics["entropy_bonus"] = self._bonus()
         if losses:
             metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
-        return self.world.from_rank0(metrics | means.result() | {"lr": lr, "skipped": skipped})
+        made = {"lr": lr, "skipped": skipped, "optimizer_steps": number - first - skipped}
+        return self.world.from_rank0(metrics | means.result() | made)
 
     def _bonus(self) -> float:
         """The entropy's coefficient in the next optimiser step."""

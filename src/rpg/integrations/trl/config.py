@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig
 
 from ...console import one_of
+from ...loss.anchor import COUNTS
 from ...run.config import ReferenceConfig
 
 DEFAULT = "rpg-reinforce-urkl"
@@ -63,11 +64,17 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
         default="auto",
         metadata={
             "help": "The KL's anchor: `old` (the sampling policy; no second model is held), a copy renewed `every` K "
-            "optimiser steps, when its `kl` passes a target, as a moving average (`ema`), or never (`frozen`); `auto`: "
+            "updates, when its `kl` passes a target, as a moving average (`ema`), or never (`frozen`); `auto`: "
             "as the algorithm was published."
         },
     )
-    reference_every: int = field(default=10, metadata={"help": "every: optimiser steps between renewals."})
+    reference_every: int = field(
+        default=10, metadata={"help": "every: updates between renewals, as reference_count counts them."}
+    )
+    reference_count: str = field(
+        default="optimizer-steps",
+        metadata={"help": "What every and smoothing count: `optimizer-steps`, or `iterations` (generations)."},
+    )
     reference_kl: float = field(
         default=0.05, metadata={"help": "kl: renewed when the moving average of the KL per token passes this."}
     )
@@ -81,7 +88,14 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
     )
     dynamic: bool | None = field(
         default=None,
-        metadata={"help": "Drop groups whose rewards are all equal; None: as the algorithm was published."},
+        metadata={"help": "Drop groups without signal; None: as the algorithm was published."},
+    )
+    dynamic_by: str = field(
+        default="auto",
+        metadata={
+            "help": "What tells groups with signal from those without: the `reward`, or the reward function of this "
+            "name; `auto`: the first called `correct` or `accuracy_reward`, if there is one, else the reward."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -96,6 +110,7 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
             if getattr(self, name) != defaults[name]:
                 raise ValueError(f"{name}={getattr(self, name)!r} is decided by the algorithm here: set {instead}")
         one_of("reference_update", self.reference_update, UPDATES)
+        one_of("reference_count", self.reference_count, COUNTS)
         for name in ("reference_every", "reference_kl"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
@@ -115,6 +130,7 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
         return ReferenceConfig(
             update=self.reference_update,  # type: ignore[arg-type]
             every=self.reference_every,
+            count=self.reference_count,  # type: ignore[arg-type]
             kl=self.reference_kl,
             smoothing=self.reference_smoothing,
             decay=self.reference_decay,

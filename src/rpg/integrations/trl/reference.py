@@ -1,14 +1,16 @@
 """The policy that anchors the KL term inside TRL: a copy of what is trained, renewed by a rule, in every checkpoint.
 
-The rules are those of ``rpg train`` (loss/anchor.py), counted in optimiser steps. TRL computes the reference's
-log-probabilities when it generates: a copy that is due is therefore renewed before the next generation that begins an
-optimiser step, so that all of the responses of an optimiser step have the same reference.
+The rules are those of ``rpg train`` (loss/anchor.py), counted in optimiser steps or in iterations, which are TRL's
+generations. TRL computes the reference's log-probabilities when it generates: a copy that is due is therefore renewed
+before the next generation that begins an optimiser step, so that all of the responses of an optimiser step have the
+same reference.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +40,7 @@ class TRLReference:
         self.rule, self.config, self.model, self.adapted = rule, config, model, adapted
         self.renewal = Renewal(rule, config)
         self.due = False  # to be renewed before the next generation that begins an optimiser step
+        self.measured: list[float] = []  # KLs of the optimiser steps of this iteration, where iterations count
         self.copy: nn.Module | None = None
         self.adapter: dict[str, Tensor] | None = None
         if not adapted:
@@ -62,13 +65,23 @@ class TRLReference:
         if self.rule == "ema":
             self._blend(1 - self.config.decay)
             return True
-        self.due |= self.renewal.due(step, kl)
+        self.due |= self._due(step, kl, generates_next)
         if not (self.due and generates_next):
             return False
         self._blend(1.0)
         self.renewal.renewed()
         self.due = False
         return True
+
+    def _due(self, step: int, kl: float | None, generates_next: bool) -> bool:
+        if self.config.count == "optimizer-steps":
+            return self.renewal.due(step, kl)
+        if kl is not None and math.isfinite(kl):
+            self.measured.append(kl)
+        if not generates_next:
+            return False
+        kls, self.measured = self.measured, []
+        return self.renewal.due(None, sum(kls) / len(kls) if kls else None)
 
     def _blend(self, share: float) -> None:
         new = adapters.weights(self.model) if self.adapted else floating(self.model)
@@ -94,6 +107,7 @@ class TRLReference:
         if tensors := self._tensors():
             save_file({name: x.contiguous() for name, x in tensors.items()}, folder / TENSORS)
         state = {"rule": self.rule, **self.renewal.state(), "due": self.due, "held": bool(tensors)}
+        state |= {"count": self.config.count, "measured": self.measured}
         (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
 
     @torch.no_grad()
@@ -109,8 +123,13 @@ class TRLReference:
                 f"{folder} was trained with reference_update={state['rule']}, this run has {self.rule}: set "
                 f"reference_update={state['rule']} to resume; to change it, give {folder} as the model of a new run"
             )
+        if (count := state.get("count", "optimizer-steps")) != self.config.count:
+            raise ValueError(
+                f"{folder} was trained with reference_count={count}, this run has {self.config.count}: set "
+                f"reference_count={count} to resume"
+            )
         self.renewal.load(state)
-        self.due = state["due"]
+        self.due, self.measured = state["due"], state.get("measured", [])
         if not state["held"]:
             self.adapter = None  # the adapter began as nothing, in the process that began the run
             return

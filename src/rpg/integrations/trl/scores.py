@@ -19,6 +19,7 @@ class GenerationScores:
     reward_N: Tensor  # nan where no reward function had a value
     penalty_N: Tensor  # of overlong responses, at most 0
     group_N: Tensor
+    correct_N: Tensor | None = None  # what says which groups have signal; None: the reward
 
     def advantages(
         self,
@@ -30,19 +31,20 @@ class GenerationScores:
     ) -> tuple[Tensor, Tensor]:
         """[N] or [N,T], and [N]: true for what is trained on. What is not has no part in any baseline or mean.
 
-        Left out are responses without a reward, without a token in ``mask`` and, if ``dynamic``, groups whose rewards
-        are all equal: a penalty on length alone is nothing to learn.
+        Left out are responses without a reward, without a token in ``mask`` and, if ``dynamic``, groups whose responses
+        are all as correct, or where nothing says that, whose rewards are all equal: a penalty on length alone is
+        nothing to learn.
         """
         keep_N = ~self.reward_N.isnan()
         if mask is not None:
             keep_N = keep_N & mask.any(-1)
         if dynamic:
             keep_N = keep_N & self._informative(keep_N)
-        if rule.kind == "leave-one-out":
+        if rule.kind in ("leave-one-out", "log-partition"):
             keep_N = keep_N & (self._count(keep_N) > 1)
         if int(keep_N.sum()) < 2:  # nothing to compare
             keep_N = torch.zeros_like(keep_N)
-        shape = self.reward_N.shape if rule.kind != "reward-to-go" or mask is None else mask.shape
+        shape = self.reward_N.shape if not rule.per_token or mask is None else mask.shape
         out = self.reward_N.new_zeros(shape)
         if bool(keep_N.any()):
             mask, old_logp, ref_logp = (None if x is None else x[keep_N] for x in (mask, old_logp, ref_logp))
@@ -55,10 +57,12 @@ class GenerationScores:
         return torch.zeros_like(self.group_N).index_add_(0, self.group_N, keep_N.to(self.group_N.dtype))[self.group_N]
 
     def _informative(self, keep_N: Tensor) -> Tensor:
-        """Whether a response's group has rewards that differ."""
+        """Whether a response's group has responses that differ."""
+        told_N = self.reward_N if self.correct_N is None else self.correct_N
+        keep_N = keep_N & ~told_N.isnan()
 
         def end(how: str, without: float) -> Tensor:
-            kept_N = self.reward_N.masked_fill(~keep_N, without)
+            kept_N = told_N.masked_fill(~keep_N, without)
             return kept_N.new_full(kept_N.shape, without).scatter_reduce_(0, self.group_N, kept_N, how)[self.group_N]
 
         return end("amax", -torch.inf) - end("amin", torch.inf) > SAME

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ...console import one_of
+from ...console import choose, one_of
 from ...loss.advantages import Advantage
 from ...loss.clip import Adaptive, Unweighted
 from ...loss.methods import Algorithm, Method, algorithm
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.policy_loss import PolicyLoss
+from ...loss.registry import LONGEST
 from ..truncation import truncated, truncation_note
 from .config import RPGConfig
 
+CORRECT_NAMES = ("correct", "accuracy_reward")  # what is taken for correctness: a part of rpg's rewards, TRL's own
 AlgorithmLike = Algorithm | PolicyLoss | str | None
 
 
@@ -43,6 +45,8 @@ def _asked_for(args: RPGConfig, asked: AlgorithmLike) -> Algorithm:
     if asked is not None and not isinstance(asked, str):
         raise TypeError(f"algorithm must be a preset's name, an Algorithm or a PolicyLoss; got {asked!r}")
     name, options = asked or args.algorithm, dict(args.loss or {})  # type: ignore[arg-type]
+    if options.get("constant") == LONGEST:
+        del options["constant"]
     if isinstance(rule := options.get("mismatch"), str):
         one_of('loss["mismatch"]', rule, MISMATCH)
         options["mismatch"] = MISMATCH[rule]
@@ -58,8 +62,8 @@ def _asked_for(args: RPGConfig, asked: AlgorithmLike) -> Algorithm:
 def refuse(method: Method, args: RPGConfig, has_sampler_logp: bool) -> None:
     """``has_sampler_logp``: whether the sampler's own log-probabilities come with the responses."""
     loss, name = method.loss, method.name
-    if loss.only_here:
-        raise ValueError(f"{name} cannot run in TRL: {loss.only_here}; use rpg train")
+    if method.only_here:
+        raise ValueError(f"{name} cannot run in TRL: {method.only_here}; use rpg train")
     if method.needs_greedy:
         raise ValueError(
             f"{name} cannot run in TRL: its baseline is the reward of a greedy response to each prompt, which TRL does "
@@ -67,7 +71,7 @@ def refuse(method: Method, args: RPGConfig, has_sampler_logp: bool) -> None:
         )
     if loss.reduction == "none":
         raise ValueError(f'{name}: loss={{"reduction": "none"}} leaves no number to differentiate')
-    if method.advantage.kind == "reward-to-go" and loss.level != "token":
+    if method.advantage.per_token and loss.level != "token":
         raise ValueError(f'{name}: an advantage per token needs loss={{"level": "token"}}')
     micro_batches = args.gradient_accumulation_steps * args.world_size
     if micro_batches > 1 and (isinstance(loss.clip, Adaptive) or loss.control_variate):
@@ -93,16 +97,31 @@ def paper(chosen: Algorithm) -> dict[str, str]:
     return {"title": chosen.paper, "id": arxiv[1]} if arxiv else {}
 
 
-def messages(method: Method, args: RPGConfig) -> Iterator[str]:
-    """What a user should know at the start."""
+def signal_function(args: RPGConfig, names: Sequence[str]) -> int | None:
+    """Which of the reward functions tells groups with signal from those without; None: the reward that is their sum."""
+    if args.dynamic_by == "reward":
+        return None
+    if args.dynamic_by == "auto":
+        return next((names.index(name) for name in CORRECT_NAMES if name in names), None)
+    if args.dynamic_by not in names:
+        raise ValueError(choose("dynamic_by", args.dynamic_by, ("auto", "reward", *names)))
+    return names.index(args.dynamic_by)
+
+
+def messages(method: Method, args: RPGConfig, by: str | None = None) -> Iterator[str]:
+    """What a user should know at the start. ``by``: the reward function that tells groups with signal, if one does."""
     given = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p} | (args.generation_kwargs or {})
     if asked := truncated("", given["top_p"], given["top_k"], given["min_p"]):
         yield truncation_note(asked)
+    yield from method.remarks(None)
     if method.dynamic:
+        what = "rewards are all equal" if by is None else f"values of {by} are all equal"
         yield (
-            "dynamic sampling: groups whose rewards are all equal are dropped from the loss and its denominator, but "
-            "no others are sampled in their place (dynamic=False keeps them)"
+            f"dynamic sampling: groups whose {what} are dropped from the loss and its denominator, but no others are "
+            "sampled in their place (dynamic=False keeps them)"
         )
+    elif method.min_signal:
+        yield f"{method.name} was published with more sampled where few groups have signal: TRL samples no others"
     if args.use_vllm and args.vllm_importance_sampling_correction and method.loss.mismatch is None:
         yield (
             "vllm_importance_sampling_correction only measures here: TRL's weight is not applied; "

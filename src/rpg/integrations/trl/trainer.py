@@ -25,13 +25,14 @@ from trl import GRPOTrainer
 from trl.models import prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, get_config_model_id
 
-from ...loss.advantages import soft_overlong_penalty
+from ...loss.advantages import NEVER_NEGATIVE, soft_overlong_penalty
+from ...training.collect import UNEQUAL
 from ...training.update import Means
 from . import resume
 from .config import RPGConfig
 from .reference import TRLReference
 from .scores import GenerationScores, total_reward
-from .setup import AlgorithmLike, algorithm_of, messages, paper, refuse
+from .setup import AlgorithmLike, algorithm_of, messages, paper, refuse, signal_function
 
 logger = get_logger(__name__)
 
@@ -121,8 +122,11 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         self._sampler: Any = None
         self._means = StepMeans(self.accelerator)
         self._scored: tuple[Tensor, list[int]] | None = None  # rewards of all processes, lengths of this one's
+        self._first = True  # no rewards were seen yet
         self.add_callback(_Steps(self))
-        for text in messages(self.method, args):
+        self._correct = signal_function(args, self.reward_func_names)
+        by = None if self._correct is None else self.reward_func_names[self._correct]
+        for text in messages(self.method, args, by):
             logger.warning(text)
 
     def _prepare_reference(self, model: Any) -> Any:
@@ -152,7 +156,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         scores = self._scores()
         training = bool(self.model.training)
         token_wise: dict[str, Tensor] = {}
-        if rule.kind == "reward-to-go":
+        if rule.needs_mask:
             token_wise["mask"] = self._of_all(_mask(batch).long()).bool()
             if rule.beta:
                 old_BT = batch["old_per_token_logps"]
@@ -166,6 +170,10 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         first = self.accelerator.process_index * len(inputs)
         rows = slice(first, first + len(inputs))
         self._log_scores(scores, advantage, keep_N)
+        if self._first and training:
+            self._first = False
+            if rule.never_negative(scores.reward_N[~scores.reward_N.isnan()].tolist() or [0.0]):
+                logger.warning(f"{self.method.name}: {NEVER_NEGATIVE}")
         if advantage.dim() == 2:
             advantage = advantage[:, : batch["completion_ids"].shape[1]]
         return batch | {
@@ -187,7 +195,8 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             limit, zone = self.max_completion_length, self.args.overlong_tokens
             penalty_N = soft_overlong_penalty(length_N, limit, zone).to(reward_N)
         group_N = torch.arange(len(reward_N), device=reward_N.device) // samples
-        return GenerationScores(reward_N, penalty_N, group_N)
+        correct_N = None if self._correct is None else rewards_NF[:, self._correct]
+        return GenerationScores(reward_N, penalty_N, group_N, correct_N)
 
     def _of_all(self, x_BT: Tensor) -> Tensor:
         """Rows of all processes, as wide as the widest. No booleans: accelerate makes integers of those it pads."""
@@ -300,7 +309,8 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         if window is None or window.denominator or self.aux_loss_enabled:
             return
         equal = self.method.dynamic and any(bool(_mask(batch).any()) for batch in window.micro_batches)
-        why = "no group had unequal rewards" if equal else "no response is left to train on"
+        unequal = UNEQUAL["reward" if self._correct is None else "correct"]
+        why = f"no group had {unequal}" if equal else "no response is left to train on"
         logger.warning(f"step {self.state.global_step + 1}: {why}; nothing learnt")
         if not self.is_deepspeed_enabled:
             self.model.zero_grad(set_to_none=True)

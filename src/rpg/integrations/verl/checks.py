@@ -53,6 +53,9 @@ def refuse_options(policy_loss: Any) -> None:
 def check_run(chosen: Settings, config: Any) -> None:
     """``config``: all of verl's. A ValueError of one line, or lines in the log for what is allowed but seldom meant."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    if chosen.method.loss.reduction == "constant" and not chosen.own_constant and actor.loss_scale_factor is None:
+        actor.loss_scale_factor = config.data.max_response_length
+        logger.warning("%s divides by the longest response, %s", chosen.name, config.data.max_response_length)
     check_actor(chosen, actor)
     _check_kl(chosen, actor, algorithm)
     _check_sampler(chosen, config)
@@ -126,6 +129,7 @@ def remarks(chosen: Settings, config: Any) -> Iterator[str]:
             f"{chosen.name} is reduced by {mode}, as published; {ACTOR}.loss_agg_mode={actor.loss_agg_mode} "
             "concerns only what verl itself adds or reports (entropy)"
         )
+    yield from method.remarks(None)
     kind = method.advantage.kind
     group_mean = estimator == "grpo" and not algorithm.get("norm_adv_by_std_in_grpo", True)
     ours = "group-mean" if group_mean else SAME.get(estimator, estimator)
@@ -148,13 +152,16 @@ def _about_groups(chosen: Settings, config: Any) -> Iterator[str]:
     elif method.dynamic and not groups.get("enable", False):
         yield (
             f"{chosen.name} was published with dynamic sampling, which is off: algorithm.filter_groups.enable=True "
-            "algorithm.filter_groups.metric=signal (with the reward.py of `rpg export verl`; else reward)"
+            "algorithm.filter_groups.metric=acc (where the reward function gives it, as the reward.py of `rpg export "
+            "verl` does; else reward)"
         )
     elif groups.get("enable", False) and groups.get("metric", None) == "reward" and (method.overlong or penalty):
         yield (
             "algorithm.filter_groups.metric=reward keeps groups that differ by their overlong penalty alone; "
-            "metric=signal does not (with the reward.py of `rpg export verl`)"
+            "metric=acc (correctness) and signal (the score) do not (with the reward.py of `rpg export verl`)"
         )
+    if method.min_signal and not groups.get("enable", False):
+        yield f"{chosen.name} was published with more sampled where few groups have signal: verl has filter_groups"
     if method.overlong and not penalty:
         yield (
             f"{chosen.name} was published with an overlong penalty, which is off: reward.reward_manager.name=dapo "

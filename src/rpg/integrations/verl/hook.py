@@ -9,22 +9,27 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import verl.utils.config as verl_config
 import verl.workers.config as worker_config
+from omegaconf import open_dict
 from torch import Tensor
+from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils import losses as verl_losses
 
+from ...loss.methods import algorithm as get_preset
 from . import metrics, reference
+from .advantages import OPTIONS_KEY
 from .checks import check_names, check_run, refuse_options
 from .losses import GIVEN, Extra, handing_on, loss_settings, settings_of
-from .settings import Settings
+from .settings import PREFIX, Settings
 
 OURS: set[str] = set()  # the loss_modes that are ours; the plugin fills it
+DEFINED_IN = ("verl.workers.config.actor", "verl.trainer.config.algorithm")  # what is subclassed here stays there
 _verl_ppo_loss = verl_losses.ppo_loss
 _verl_validate = verl_config.validate_config
 
@@ -42,6 +47,13 @@ class LossConfig(PolicyLossConfig):  # type: ignore[misc]
             reference.install(chosen)
         else:
             refuse_options(self)
+
+
+@dataclass
+class AdvantageConfig(AlgoConfig):  # type: ignore[misc]
+    """verl's, with the options of the preset's advantage: see _hand_on_advantage."""
+
+    rpg_advantage: dict[str, Any] = field(default_factory=dict)
 
 
 def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
@@ -83,23 +95,36 @@ def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
     check_names(config, POLICY_LOSS_REGISTRY, ADV_ESTIMATOR_REGISTRY)
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss.loss_mode in OURS:
-        check_run(settings_of(actor), config)
+        chosen = settings_of(actor)
+        check_run(chosen, config)
+        _hand_on_advantage(chosen, config.algorithm)
     else:
         refuse_options(actor.policy_loss)
     _verl_validate(config, *args, **kwargs)
 
 
+def _hand_on_advantage(chosen: Settings, algorithm: Any) -> None:
+    """Options of the preset's advantage to where verl calls estimators: another process, which gets this section."""
+    rule, name = chosen.method.advantage, str(algorithm.adv_estimator)
+    if name != PREFIX + chosen.method.name or rule == get_preset(chosen.method.name).advantage:
+        return
+    options = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(rule).items()}
+    with open_dict(algorithm):
+        algorithm[OPTIONS_KEY] = options
+
+
 def install() -> None:
-    """Put ours in the place of verl's three, also where they were already imported by name."""
+    """Put ours in the place of verl's four, also where they were already imported by name."""
     swaps: dict[str, tuple[Any, Any]] = {
         "ppo_loss": (_verl_ppo_loss, ppo_loss),
         "validate_config": (_verl_validate, validate_config),
         "PolicyLossConfig": (PolicyLossConfig, LossConfig),
+        "AlgoConfig": (AlgoConfig, AdvantageConfig),
     }
     worker_config.PolicyLossConfig, verl_losses.ppo_loss = LossConfig, ppo_loss
     verl_config.validate_config = validate_config
     for name, module in list(sys.modules.items()):
         if name.startswith("verl."):
             for attribute, (theirs, ours) in swaps.items():
-                if vars(module).get(attribute) is theirs and name != "verl.workers.config.actor":
+                if vars(module).get(attribute) is theirs and name not in DEFINED_IN:
                     setattr(module, attribute, ours)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...distributed.shards import local
 from ...loss.anchor import Renewal
 from .losses import METRICS, settings_of
-from .metrics import follow
+from .metrics import KEPT, follow
 from .settings import ACTOR, OPTIONS, Settings
 
 logger = logging.getLogger("rpg.integrations.verl")
@@ -124,7 +124,9 @@ def check(actor_rollout_ref: Any) -> None:
 
 
 def _after_update(worker: Any, renewal: Renewal, output: Any, *_: Any, **__: Any) -> Any:
-    due = renewal.due(None, _agreed(_kl(output)))  # calls of update_actor are counted, one a step of verl's
+    kl, mini_batches = _agreed(_measured(output)) or (None, 1)
+    by_iterations = settings_of(worker.config.actor).reference.count == "iterations"
+    due = renewal.due(None, kl, 1 if by_iterations else mini_batches)  # calls of update_actor are iterations
     if due:
         renewal.renewed()
         copy_shards(worker.actor.engine.module, worker.ref.engine.module)
@@ -135,16 +137,21 @@ def _after_update(worker: Any, renewal: Renewal, output: Any, *_: Any, **__: Any
     return output
 
 
-def _kl(output: Any) -> float | None:
-    """The update's mean KL per token; ranks that hold no metrics have none."""
-    kls = None if output is None else output["metrics"].get(KL)
-    return None if kls is None else sum(kls) / len(kls)
+Measured = tuple[float | None, int]
 
 
-def _agreed(kl: float | None) -> float | None:
-    """The same on every rank: those that have a number have the same one."""
-    gathered: list[float | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, kl)
+def _measured(output: Any) -> Measured | None:
+    """The update's mean KL per token, and its optimiser steps; ranks that hold no metrics have neither."""
+    if output is None:
+        return None
+    kls, kept = output["metrics"].get(KL), output["metrics"].get(KEPT)
+    return None if kls is None else sum(kls) / len(kls), len(kept) if isinstance(kept, list) else 1
+
+
+def _agreed(measured: Measured | None) -> Measured | None:
+    """The same on every rank: those that have numbers have the same."""
+    gathered: list[Measured | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, measured)
     return next((x for x in gathered if x is not None), None)
 
 

@@ -14,6 +14,7 @@ from ...console import choose, one_of
 from ...loss.methods import Algorithm, Method, algorithm, algorithms
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.policy_loss import PolicyLoss
+from ...loss.registry import LONGEST
 from ...run.config import ReferenceConfig
 
 PREFIX = "rpg:"
@@ -90,7 +91,7 @@ def wanted(chosen: Settings) -> dict[str, object]:
     if chosen.needs_sampler:
         out["actor_rollout_ref.rollout.calculate_log_probs"] = True
     if method.dynamic:
-        out |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "reward"}
+        out |= {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}
     return out
 
 
@@ -124,6 +125,8 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
         options["mismatch"] = MISMATCH[rule]
     try:
         if isinstance(chosen, str):
+            if options.get("constant") == LONGEST:  # loss_scale_factor says which
+                del options["constant"]
             chosen = algorithm(chosen, **options)
         elif options:
             raise ValueError(f"options go with a preset's name; got an Algorithm and {', '.join(options)}")
@@ -148,7 +151,8 @@ def _reference(section: Mapping[str, Any]) -> ReferenceConfig:
             if isinstance(value, bool) or not isinstance(value, types) or not fits(value):
                 raise ValueError(f"{OPTIONS}.reference.{key} must be {what}; got {value!r}")
     config = ReferenceConfig(**section)
-    one_of(f"{OPTIONS}.reference.update", config.update, get_args(get_type_hints(ReferenceConfig)["update"]))
+    for name in ("update", "count"):
+        one_of(f"{OPTIONS}.reference.{name}", getattr(config, name), get_args(get_type_hints(ReferenceConfig)[name]))
     return config
 
 
@@ -163,8 +167,8 @@ def _no_switches(options: Mapping[str, Any]) -> None:
 def _refuse(chosen: Settings) -> None:
     """What the engine cannot express, by name."""
     method, loss = chosen.method, chosen.method.loss
-    if loss.only_here:
-        raise ValueError(f"{chosen.name} cannot run inside verl: {loss.only_here}")
+    if method.only_here:
+        raise ValueError(f"{chosen.name} cannot run inside verl: {method.only_here}")
     if loss.control_variate:
         raise ValueError("control_variate cannot run inside verl: it needs each response's prompt, which losses lack")
     if chosen.reference.update == "ema":
