@@ -2,8 +2,9 @@
 
     python scripts/make_recipes.py            # tests/test_recipes.py checks that the files are what this makes
 
-Facts of the paper: arXiv 2505.17508 in its ICLR 2026 version, section 5, appendix H and tables 3, 5, 6 and 8; where it
-is silent, the authors' scripts (github.com/complex-reasoning/RPG, recipe/rpg/7b), which are of Qwen2.5-7B at 2K.
+Facts of the paper: arXiv 2505.17508 in its ICLR 2026 version, section 5, appendices H and I.2 and tables 3, 5, 6, 7
+and 8; where it is silent, the authors' scripts (github.com/complex-reasoning/RPG, recipe/rpg/7b), which are of
+Qwen2.5-7B at 2K.
 """
 
 from __future__ import annotations
@@ -29,6 +30,20 @@ class Setting:
     tests: tuple[str, ...]
     rows: dict[str, Row]
     notes: tuple[str, ...] = ()
+    more: tuple[str, tuple[str, ...], dict[str, Row]] | None = None  # a second table: its name, tests and rows
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """One curve of a figure in appendix I.2: a method of a setting, with some settings changed."""
+
+    name: str
+    setting: str
+    method: str
+    figure: str
+    title: str
+    loss: str
+    reference: str = "old"
 
 
 AIME = ("AIME24", "AIME25")
@@ -66,6 +81,20 @@ SETTINGS = (
             "rpg-reinforce-ufkl": (0.4281, 0.4375, 0.3771, 0.4042, 0.9023, 0.9133),
             "rpg-reinforce-urkl": (0.4458, 0.4531, 0.4125, 0.4313, 0.9313, 0.9352),
         },
+        more=(
+            "Table 7",
+            ("Minerva-Math", "OlympiadBench"),
+            {
+                "reinforce++-baseline": (0.1250, 0.1471, 0.4926, 0.5875),
+                "reinforce++": (0.1691, 0.1728, 0.4778, 0.6202),
+                "grpo": (0.1029, 0.1177, 0.4926, 0.5594),
+                "dapo": (0.0993, 0.1507, 0.5163, 0.5727),
+                "rpg-ufkl": (0.1397, 0.2059, 0.4688, 0.5564),
+                "rpg-urkl": (0.1654, 0.1654, 0.4837, 0.5801),
+                "rpg-reinforce-ufkl": (0.1360, 0.1434, 0.5074, 0.5564),
+                "rpg-reinforce-urkl": (0.1140, 0.1434, 0.4674, 0.5816),
+            },
+        ),
     ),
     Setting(
         "qwen3-4b-8k",
@@ -112,6 +141,32 @@ SETTINGS = (
     ),
 )
 
+CLIP = """\
+loss:
+  low: 0.1                  # the ablation: (0.1, 0.1) in place of (0.2, 0.28)
+  high: 0.1
+"""
+BETA = """\
+loss:
+  beta: 1.0e-3              # the ablation: in place of 1e-4
+"""
+ABLATIONS = (
+    *(
+        Ablation(f"{method}-clip-0.1", "qwen3-4b-2k", method, "Figure 8", "clip (0.1, 0.1)", CLIP)
+        for method in ("rpg-reinforce-ufkl", "rpg-reinforce-urkl")
+    ),
+    Ablation("rpg-reinforce-ufkl-beta-1e-3", "qwen3-4b-4k", "rpg-reinforce-ufkl", "Figure 9", "β = 1e-3", BETA),
+    Ablation(
+        "rpg-reinforce-ufkl-beta-1e-3-frozen",
+        "qwen3-4b-4k",
+        "rpg-reinforce-ufkl",
+        "Figure 9",
+        "β = 1e-3, no iterative reference",
+        BETA,
+        "frozen",
+    ),
+)
+
 # what a method needs besides its preset; comments say why
 LOSS = {
     "grpo": """\
@@ -146,23 +201,41 @@ def published(setting: Setting, method: str) -> str:
     """The row's numbers in one line, or that there is none."""
     if method not in setting.rows:
         return f"{setting.table} has no row {title(method)}: there is no published number to compare with"
-    row = setting.rows[method]
-    pairs = zip(setting.tests, row[::2], row[1::2], strict=True)
-    numbers = ", ".join(f"{test} {last:.4f} / {best:.4f}" for test, last, best in pairs)
+    numbers = _numbers(setting.tests, setting.rows[method])
     return f"{setting.table}, row {title(method)}, Last / Best: {numbers}"
 
 
-def paper(setting: Setting, method: str) -> str:
+def _numbers(tests: tuple[str, ...], row: Row) -> str:
+    return ", ".join(f"{t} {last:.4f} / {best:.4f}" for t, last, best in zip(tests, row[::2], row[1::2], strict=True))
+
+
+def published_beside(setting: Setting, method: str) -> list[str]:
+    """The same of the second table, if there is one and it has the row."""
+    if setting.more is None or method not in setting.more[2]:
+        return []
+    table, tests, rows = setting.more
+    return [f"{table}, Last / Best: {_numbers(tests, rows[method])}"]
+
+
+def paper(setting: Setting, method: str, ablation: Ablation | None = None) -> str:
     """One file of the paper's experiment."""
-    name = f"recipes/paper/{setting.folder}/{method}.yaml"
+    stem = f"{setting.folder}/{method}" if ablation is None else f"ablations/{ablation.name}"
+    name = f"recipes/paper/{stem}.yaml"
     preset = rpg.algorithm(method)
-    reference = {"grpo": "frozen", "dapo": None}.get(method, "old")
+    reference = {"grpo": "frozen", "dapo": None}.get(method, "old") if ablation is None else ablation.reference
+    why = "the authors' script: the initial model" if ablation is None else "the ablation: the initial model throughout"
     seven = "7b" in setting.folder and "reinforce-" in method
     slower = "                # appendix H; the authors' script for this row has 5e-7" if seven else ""
     zone = "the authors' scripts" if setting.response == 2048 else "a quarter, as in the authors' scripts at 2K"
+    about = [published(setting, method), *published_beside(setting, method)]
+    if ablation is not None:
+        about = [f"Appendix I.2, {ablation.figure}: curves alone, there is no published number to compare with"]
+    tests = "aime24, aime25, amc23" + (", minerva-math, olympiadbench" if setting.more and ablation is None else "")
+    problems = "  problems: 674             # all of OlympiadBench\n" if "olympiad" in tests else ""
+    changed = "" if ablation is None else f", {ablation.title}"
     lines = [
-        f"{title(method)}, {setting.title}: arXiv 2505.17508 (ICLR 2026)",
-        published(setting, method),
+        f"{title(method)}, {setting.title}{changed}: arXiv 2505.17508 (ICLR 2026)",
+        *about,
         f"rpg train --config {name}",
         f"rpg train --config {name} --dry-run h200",
         preset.formula,
@@ -180,17 +253,17 @@ def paper(setting: Setting, method: str) -> str:
         sampling = "  dynamic: false            # the authors' script\n  overlong: false           # likewise\n"
     anchor = {
         "old": "reference:\n  update: old               # the policy of the last iteration\n",
-        "frozen": "reference:\n  update: frozen            # the authors' script: the initial model\n",
+        "frozen": f"reference:\n  update: frozen            # {why}\n",
         None: "",
     }[reference]
     return f"""{head}
 algorithm: {method}
 model: {setting.model}
-output: runs/paper/{setting.folder}/{method}
+output: runs/paper/{stem}
 steps: 400
-{LOSS.get(method, "")}task:
+{LOSS.get(method, "") if ablation is None else ablation.loss}task:
   name: dapo-math-17k-en    # the paper counts 13.9k English problems
-  test: aime24, aime25, amc23
+  test: {tests}
   template: answer            # the test sets too, where they come from the hub as they are
   rewards:
     correct: 2.0            # the authors' rewards are 1 and -1: the span counts, the constant cancels
@@ -211,7 +284,7 @@ rollout:
   minibatches: 16           # of 32 prompts
 eval:
   every: 10
-  k: 32                     # mean@32
+{problems}  k: 32                     # mean@32
   temperature: 1.0
 checkpoint:
   every: 20
@@ -266,6 +339,10 @@ checkpoint:
 def recipes() -> dict[Path, str]:
     """Text by path below the repository."""
     made = {Path(f"recipes/paper/{s.folder}/{method}.yaml"): paper(s, method) for s in SETTINGS for method in METHODS}
+    by_folder = {setting.folder: setting for setting in SETTINGS}
+    made |= {
+        Path(f"recipes/paper/ablations/{a.name}.yaml"): paper(by_folder[a.setting], a.method, a) for a in ABLATIONS
+    }
     return made | {Path(f"recipes/gsm8k/qwen2.5-coder-0.5b/{method}.yaml"): gsm8k(method) for method in GSM8K}
 
 

@@ -12,14 +12,16 @@ from rpg.console import estimated_duration
 from rpg.plan.plan import plan
 from rpg.plan.table import verdicts
 from rpg.run.config import Config
-from rpg.run.settings import build
+from rpg.run.settings import build, flat
 from rpg.tasks import load_task
+from rpg.tasks.sources.datasets import DATASETS
 from rpg.training.setup import method_of
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 BUILTIN = [path for path in RECIPES if path.parent.name == "builtin"]
-PAPER = [path for path in RECIPES if "paper" in path.parts]
+ABLATIONS = [path for path in RECIPES if path.parent.name == "ablations"]
+PAPER = [path for path in RECIPES if "paper" in path.parts and path not in ABLATIONS]
 OTHERS = [path for path in RECIPES if path not in BUILTIN]
 METHODS = {
     *(f"rpg-{divergence}" for divergence in ("fkl", "rkl", "ufkl", "urkl")),
@@ -88,9 +90,10 @@ def test_four_settings_of_twelve_methods():
 def test_it_can_be_planned(path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config, text = build(Config, file=path), path.read_text(encoding="utf-8")
-    assert config.algorithm == path.stem
+    assert config.algorithm == path.stem or (path in ABLATIONS and path.stem.startswith(config.algorithm))
+    assert config.output.endswith(path.stem)
     assert f"rpg train --config recipes/{name_of(path)}" in text
-    assert rpg.algorithm(path.stem).formula in text
+    assert rpg.algorithm(config.algorithm).formula in text
     assert max(map(len, text.splitlines())) <= 120
     found = plan(config, "h200")
     assert not found.warnings
@@ -111,7 +114,10 @@ def test_the_papers_settings(path):
     assert (optim.name, optim.lr, optim.weight_decay, optim.max_grad_norm) == ("adamw", 1e-6, 0.1, 1)
     assert rollout.prompts // optim.minibatches == 32
     assert (config.steps, optim.warmup // optim.minibatches, optim.schedule) == (400, 10, "constant")
-    assert (config.task.name, config.task.test, config.eval.k) == ("dapo-math-17k-en", "aime24, aime25, amc23", 32)
+    tests = "aime24, aime25, amc23" + ", minerva-math, olympiadbench" * (path.parent.name == "qwen3-4b-4k")  # Table 7
+    assert (config.task.name, config.task.test, config.eval.k) == ("dapo-math-17k-en", tests, 32)
+    largest = max(int(DATASETS[name].test.problems) for name in tests.split(", "))
+    assert config.eval.problems >= largest
     assert (made.loss.clip.low, made.loss.clip.high) == ((0.2, 0.2) if path.stem == "grpo" else (0.2, 0.28))
     assert made.loss.beta == (0 if path.stem == "dapo" else 1e-4)
     assert made.loss.reduction == "token-mean"
@@ -122,6 +128,26 @@ def test_the_papers_settings(path):
     assert found.method.anchor == ("frozen" if path.stem == "grpo" else "old")
 
 
+def test_the_papers_ablations():
+    """Appendix I.2: each is a recipe of the tables but for what its name says, its folder, and Table 7's test sets."""
+    expected = {
+        "rpg-reinforce-ufkl-clip-0.1": ("qwen3-4b-2k", {"loss.low": 0.1, "loss.high": 0.1}),
+        "rpg-reinforce-urkl-clip-0.1": ("qwen3-4b-2k", {"loss.low": 0.1, "loss.high": 0.1}),
+        "rpg-reinforce-ufkl-beta-1e-3": ("qwen3-4b-4k", {"loss.beta": 1e-3}),
+        "rpg-reinforce-ufkl-beta-1e-3-frozen": ("qwen3-4b-4k", {"loss.beta": 1e-3, "reference.update": "frozen"}),
+    }
+    assert {path.stem for path in ABLATIONS} == set(expected)
+    for path in ABLATIONS:
+        folder, changes = expected[path.stem]
+        config = build(Config, file=path)
+        whole = flat(build(Config, file=path.parents[1] / folder / f"{config.algorithm}.yaml"))
+        differ = {key: value for key, value in flat(config).items() if whole.get(key) != value}
+        for key in ("output", "task.test", "eval.problems"):
+            differ.pop(key, None)
+        assert differ == changes
+        assert method_of(config).anchor == changes.get("reference.update", "old")
+
+
 def test_published_numbers():
     """Some read off the paper's pages once more, and that what has no row says so."""
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in PAPER}
@@ -129,6 +155,7 @@ def test_published_numbers():
         "qwen3-4b-8k/rpg-reinforce-urkl": "Table 3, row RPG-REINFORCE-URKL, Last / Best: AIME24 0.5708 / 0.5781, "
         "AIME25 0.5073 / 0.5208, AMC23 0.9398 / 0.9469",
         "qwen3-4b-4k/reinforce++-baseline": "Table 5, row REINFORCE++-Baseline, Last / Best: AIME24 0.3854 / 0.4302",
+        "qwen3-4b-4k/rpg-ufkl": "Table 7, Last / Best: Minerva-Math 0.1397 / 0.2059, OlympiadBench 0.4688 / 0.5564",
         "qwen3-4b-2k/rpg-reinforce-ufkl": "Table 6, row RPG-REINFORCE-UFKL, Last / Best: AIME24 0.3396 / 0.3625, "
         "AIME25 0.2927 / 0.3083",
         "qwen2.5-7b-instruct/rpg-fkl": "Table 8, row RPG-FKL, Last / Best: AMC23 0.8695 / 0.8836",

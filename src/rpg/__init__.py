@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import audit, clip, gates, mismatch
-    from .api import Run, evaluate, train
+    from .api import Run, evaluate, merge, train
     from .loss.advantages import Advantage
     from .loss.methods import Algorithm, algorithm, algorithms
     from .loss.objective import logit_score_sq, vocabulary_kl
@@ -25,6 +25,7 @@ __all__ = [
     "evaluate",
     "gates",
     "logit_score_sq",
+    "merge",
     "mismatch",
     "train",
     "vocabulary_kl",
@@ -44,6 +45,7 @@ _HOME = {
     "evaluate": "api",
     "gates": "gates",
     "logit_score_sq": "loss.objective",
+    "merge": "api",
     "mismatch": "mismatch",
     "train": "api",
     "vocabulary_kl": "loss.objective",

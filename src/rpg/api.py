@@ -1,4 +1,4 @@
-"""``rpg.train``, ``rpg.evaluate`` and ``rpg.Run``: training from Python. The commands call the same functions.
+"""``rpg.train``, ``rpg.evaluate``, ``rpg.merge`` and ``rpg.Run``: training from Python, as the commands do it.
 
 run = rpg.train(steps=20, rollout={"prompts": 16}, output="runs/notebook")
 run.metrics[-1]["reward/mean"], run.summary["eval"]
@@ -7,9 +7,10 @@ run.evaluate(k=8), run.model, run.report()
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from html import escape
@@ -21,6 +22,7 @@ from .run.settings import build, change
 
 if TYPE_CHECKING:
     from .distributed.ranks import World
+    from .models.merge import Merged
     from .models.policy import Policy
     from .report.runs import RunData
     from .training.evaluate import Evaluation
@@ -164,6 +166,85 @@ def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str]
     if problem := checkpoint.verify(saved[step]):
         raise ValueError(f"{saved[step]}: {problem}")
     return saved[step]
+
+
+# ---- merging ---------------------------------------------------------------------------------------------------------
+
+
+def merge(
+    runs: Sequence[str | os.PathLike[str] | Run],
+    output: str | os.PathLike[str],
+    *,
+    init: str | None = None,
+    method: str = "slerp",
+    towards: float = 1.0,
+    weights: Sequence[float] | None = None,
+    per: str = "layer",
+    checkpoint: str | int = "last",
+    note: Callable[[str], None] = lambda text: None,
+) -> Merged:
+    """Runs, or models, as one model in the folder ``output``: init + towards·slerp of what each has learnt.
+
+    ``init`` is the model that they began from; None: what the runs' settings say. See docs/merge.md.
+    """
+    import tempfile
+
+    from .models.merge import RECORD, check_shares, open_source
+    from .models.merge import merge as merge_models
+
+    names = [str(run.folder) if isinstance(run, Run) else os.fspath(run) for run in runs]
+    weights = [1.0] * len(names) if weights is None else list(weights)
+    check_shares(weights, len(names), towards)
+    folder = Path(output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already: give another folder with -o")
+    begun = _beginning(names) if init is None else (init, {})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+        scratch, whole = Path(beside) / "scratch", Path(beside) / "whole"
+        scratch.mkdir()
+        whole.mkdir()
+        start = open_source(begun[0], scratch, begun[1])
+        sources = []
+        for name in names:
+            note(f"opening {name}")
+            path, options = _model_of(name, checkpoint)
+            sources.append(replace(open_source(path, scratch, options), name=name))
+        merged = merge_models(
+            sources, start, whole, weights=weights, method=method, towards=towards, per=per, note=note
+        )
+        record = {"models": names, "init": begun[0], "weights": weights, "method": method, "towards": towards}
+        record |= {"per": per, "norms": merged.norms, "cosines": merged.cosines, "norm": merged.norm}
+        (whole / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()
+        whole.rename(folder)
+    return merged
+
+
+def _model_of(name: str, checkpoint: str | int) -> tuple[str, dict[str, Any]]:
+    """The model that a run's folder, a checkpoint's, or a model's name means, and the options it is loaded with."""
+    path = Path(name)
+    if (path / "config.yaml").is_file():
+        options = build(Config, file=path / "config.yaml").model_options
+        return str(checkpoint_folder(path, checkpoint) / "model"), dict(options)
+    if any((path / "model" / file).is_file() for file in ("config.json", "adapter_config.json")):
+        return str(path / "model"), {}
+    return name, {}
+
+
+def _beginning(names: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The model that all of these runs began from."""
+    begun: dict[str, dict[str, Any]] = {}
+    for name in names:
+        file = Path(name) / "config.yaml"
+        if not file.is_file():
+            raise ValueError(f"{name} is no run, so what it began from is not known: give --init MODEL")
+        config = build(Config, file=file)
+        begun[config.model] = dict(config.model_options)
+    if len(begun) > 1:
+        raise ValueError(f"the runs began from different models, {' and '.join(begun)}: give --init MODEL")
+    return next(iter(begun.items()))
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

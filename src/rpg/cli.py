@@ -16,6 +16,7 @@ from .commands.algorithms import add_algorithms
 from .commands.audit import add_audit
 from .commands.bench import add_bench
 from .commands.export import add_export
+from .commands.merge import add_merge
 from .commands.report import add_report
 from .commands.tasks import add_tasks
 from .commands.train import add_eval, add_train
@@ -55,7 +56,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="rpg", description="KL-regularised policy gradients for language models.")
     parser.add_argument("--version", action="version", version=f"rpg {__version__}", help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for add in (add_train, add_eval, add_tasks, add_report, add_export, add_audit, add_algorithms, add_bench):
+    adders = (add_train, add_eval, add_merge, add_tasks, add_report, add_export, add_audit, add_algorithms, add_bench)
+    for add in adders:
         add(commands)
     return parser
 

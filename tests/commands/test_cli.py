@@ -333,7 +333,7 @@ def test_algorithms_as_a_table_holds_every_choice_and_fits_a_pipe():
     for name, start, end in zip(rpg.algorithms(), starts, [*starts[1:], len(out)], strict=True):
         a, row = rpg.algorithm(name), out[start:end]
         chosen = (a.loss.divergence, a.loss.estimator, a.loss.level, a.loss.reduction, a.advantage.kind, a.paper)
-        for text in (*chosen, f"ref = {a.reference}", type(a.loss.clip).__name__):
+        for text in (*chosen, f"ref = {a.reference}", type(a.loss.clip).__name__.replace("NoneType", "none")):
             assert text in row, (name, text)
     assert "RPGClip 0.8–1.28, c=10" in out
 

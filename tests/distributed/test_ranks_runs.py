@@ -109,6 +109,36 @@ def test_two_ranks_are_one(launcher: Launcher, tmp_path: Path) -> None:
     assert_same(bits(two), bits(same))
 
 
+def test_a_teacher_is_shared_out_too(launcher: Launcher, tmp_path: Path) -> None:
+    """A run as the teacher, by its folder. Checkpoints have its name alone; a killed run goes on to the same."""
+    teacher, one, two = tmp_path / "teacher", tmp_path / "one", tmp_path / "two"
+    run(launcher, teacher, *TERSE, "--steps", "1", "--rollout.dynamic", "false", "--optim.lr", "0.01", ranks=1)
+    argv = [
+        *TERSE,
+        "--steps",
+        "2",
+        "--algorithm",
+        "distill",
+        "--reference.model",
+        str(teacher),
+        "--checkpoint.every",
+        "1",
+    ]
+    run(launcher, one, *argv, ranks=1)
+    run(launcher, two, *argv)
+    assert_close(one, two)
+    rows = metrics(two)[1:]
+    assert all(row["kl/ref"] > 0 for row in rows)
+    assert not any(row["reference/updated"] for row in rows)
+    newest = two / "checkpoints" / "step-000002"
+    assert not (newest / "trainer" / "reference.safetensors").exists()
+    state = json.loads((newest / "trainer" / "state.json").read_text(encoding="utf-8"))["reference"]
+    assert state["teacher"] == str(teacher / "checkpoints" / "step-000001" / "model")
+    same = copied(one, tmp_path / "same", 1)
+    run(launcher, same, "--resume", *argv, ranks=1)
+    assert_same(bits(one), bits(same))
+
+
 def test_checkpoints_of_any_number_of_ranks(launcher: Launcher, tmp_path: Path) -> None:
     """A reference that is renewed every two steps; weights that are not the ones in model/, which has their average.
     Written by two, read by one and by two; by one, read by two."""

@@ -15,7 +15,7 @@ from rpg.run.settings import build
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}
-REFUSED = {"builtin/remax.yaml": "greedy"} | {
+REFUSED = {"builtin/remax.yaml": "greedy", "builtin/warp.yaml": "reference.update=ema"} | {
     f"builtin/{name}.yaml": why for name in rpg.algorithms() if (why := rpg.algorithm(name).only_here)
 }
 FOLDER = "/data/a folder"

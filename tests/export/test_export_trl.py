@@ -97,6 +97,7 @@ def test_it_trains(tmp_path, capsys, monkeypatch):
     ("flags", "said"),
     [
         ({"optim.name": "schedule-free"}, "optim.name=schedule-free"),
+        ({"reference.model": "runs/teacher"}, "reference.model"),
         ({"rollout.end_tokens": "!"}, "rollout.end_tokens"),
         ({"rollout.old_logp": "engine"}, "rollout.old_logp=engine"),
         ({"rollout.engine": "vllm", "rollout.vllm.swap_space": "2"}, "rollout.vllm.swap_space"),

@@ -240,6 +240,7 @@ def test_a_preset_that_verl_cannot_have(name):
     ("flags", "said"),
     [
         ({"optim.name": "schedule-free"}, "optim.name=schedule-free"),
+        ({"reference.model": "runs/teacher"}, "reference.model"),
         ({"rollout.end_tokens": "!"}, "rollout.end_tokens"),
         ({"peft.method": "ia3"}, "peft.method"),
         ({"peft.method": "lora", "peft.options.use_dora": "true"}, "peft.options.use_dora"),

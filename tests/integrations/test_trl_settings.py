@@ -59,6 +59,7 @@ def test_what_the_algorithm_decides_is_not_set_twice(tmp_path, name):
     ("settings", "message"),
     [
         ({"algorithm": "capo"}, "capo cannot run in TRL: its gate needs logits"),
+        ({"algorithm": "distill"}, "distill cannot run in TRL: it learns from a teacher"),
         ({"algorithm": "remax"}, "remax cannot run in TRL: its baseline is the reward of a greedy response"),
         ({"algorithm": "dap"}, "unknown algorithm 'dap'. Did you mean 'dapo'"),
         ({"algorithm": "dapo", "loss": {"hihg": 1}}, "unknown option of 'dapo' 'hihg'. Did you mean 'high'"),

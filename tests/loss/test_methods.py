@@ -16,6 +16,7 @@ NAMES = [*RPG, "reinforce", "ppo", "grpo", "grpo-corrected", "dr-grpo", "dapo", 
 NAMES += ["rloo", "remax", "gpg", "gspo", "cispo", "cpgd", "pmd-mean", "atr-grpo", "capo", "topr", "sapo"]
 NAMES += ["dppo-tv", "dppo-kl", "gmpo", "luspo", "vespo", "clip-cov", "kl-cov", "high-entropy", "skywork-or1"]
 NAMES += ["pmd-partition", "maxrl", "opo", "otb"]
+NAMES += ["warp", "distill"]
 GATED = {"clip-cov", "kl-cov", "high-entropy"}
 DRIFTS = (0.0, 1e-4, 0.1, 0.4, 1.5, 2.5)  # from on-policy to far beyond every bound
 
@@ -83,6 +84,8 @@ def expected(name, b):
         "reinforce++": lambda: ppo * token_mean,
         "reinforce++-baseline": lambda: (ppo + 0.01 * log_u) * token_mean,
         "rloo": lambda: -a * mask / sequences,
+        "warp": lambda: -a * mask / sequences,
+        "distill": lambda: -w * (a - log_u) * token_mean,
         "remax": lambda: -a * mask / sequences,
         "gpg": lambda: -a * token_mean,
         "gspo": lambda: (
@@ -252,10 +255,11 @@ def advantage_by_hand(name):
         "remax": [r - g for r, g in zip(REWARDS, GREEDY, strict=True)],
         "gpg": [x * 3 / 2 for x in centred],  # three groups, two with signal
         "topr": REWARDS,
+        "distill": [0.0] * len(REWARDS),
     }.get(name, centred)  # rpg-*, reinforce, dr-grpo
 
 
-ELSEWHERE = ("reinforce++", "pmd-partition", "maxrl", "opo", "otb")  # below, and in test_baselines.py
+ELSEWHERE = ("reinforce++", "pmd-partition", "maxrl", "opo", "otb", "warp")  # below, and in test_baselines.py
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ELSEWHERE])
@@ -290,6 +294,21 @@ def test_reinforce_pp_advantage():
     )
 
 
+def test_warp_advantage():
+    """R − 0.1·Σ log(old/ref) of the response, less the mean of its group's others; an option changes the 0.1."""
+    b = Batch(1, rows=12)
+    rewards, groups = torch.linspace(-1, 1, 12, dtype=torch.float64), torch.arange(12) // 4
+    for beta, preset in ((0.1, rpg.algorithm("warp")), (0.3, rpg.algorithm("warp", beta=0.3))):
+        got = preset.advantage(rewards, groups, mask=b.mask, old_logp=b.old, ref_logp=b.ref)
+        total = [
+            float(rewards[i]) - beta * sum(float(b.old[i, t] - b.ref[i, t]) for t in range(7) if b.mask[i, t])
+            for i in range(12)
+        ]
+        for i in range(12):
+            others = [total[j] for j in range(12) if groups[j] == groups[i] and j != i]
+            assert float(got[i]) == pytest.approx(total[i] - statistics.fmean(others), abs=1e-12)
+
+
 # ---- the table itself ------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +337,8 @@ def test_what_the_loop_must_do_around_them():
     assert having(curvature_gate=True) == {"capo"}
     assert having(min_signal=0.6) == set(NAMES) - having(min_signal=0.0) == {"gpg"}
     assert having(reference="initial") == {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
-    assert having(reference="old") == set(NAMES) - having(reference="initial")
+    assert having(reference="average") | having(reference="teacher") == {"warp", "distill"}
+    assert having(reference="old") == set(NAMES) - having(reference="initial") - {"warp", "distill"}
 
 
 # ---- overrides -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,16 @@ from rpg.models.meta import config_of, shell
 from rpg.plan.data import data_of, rows_of
 from rpg.plan.plan import plan
 from rpg.plan.table import show, verdicts
-from rpg.run.config import CheckpointConfig, Config, EvalConfig, OptimConfig, PeftConfig, RolloutConfig, TaskConfig
+from rpg.run.config import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    OptimConfig,
+    PeftConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    TaskConfig,
+)
 from rpg.tasks import Problem, Task
 from rpg.tasks.templates import WRAPPED
 from rpg.training.loop import Failed, train
@@ -123,6 +132,25 @@ def test_a_reference_is_held_where_the_algorithm_wants_one():
     assert held.memory.reference == held.memory.weights
     assert held.middle.seconds.logp > 0
     assert plan(QWEN, "h200").middle.seconds.logp == 0
+
+
+def test_a_teacher_and_a_moving_average_are_counted(capsys):
+    """A teacher by its own size, in memory and in time but not on disk; an average in float32 too."""
+    small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
+    config = Config(algorithm="distill", model=small, reference=ReferenceConfig(model=large))
+    taught, own = (plan(replace(config, reference=ReferenceConfig(model=name)), "h200") for name in (large, small))
+    assert own.memory.reference == own.memory.weights
+    assert taught.memory.reference == 2 * shell(large, torch.bfloat16, {}).parameters > 10 * own.memory.reference
+    assert taught.disk.checkpoint == own.disk.checkpoint == plan(Config(model=small), "h200").disk.checkpoint
+    assert taught.middle.seconds.logp > 2 * own.middle.seconds.logp
+    show(taught)
+    assert f"anchored to {large}, a teacher" in " ".join(capsys.readouterr().out.split())
+    adapter = plan(replace(config, peft=PeftConfig("lora")), "h200")
+    assert adapter.memory.reference == taught.memory.reference
+    warp = plan(Config(algorithm="warp", model=small), "h200")
+    assert warp.memory.reference == 3 * warp.memory.weights
+    warp = plan(Config(algorithm="warp", model=small, peft=PeftConfig("lora")), "h200")
+    assert warp.memory.reference == 6 * warp.trained
 
 
 def test_an_adapter_holds_next_to_nothing():

@@ -201,8 +201,8 @@ class Reader(HTMLParser):
             self.rows.append([])
         if tag in ("th", "td"):
             self.rows[-1].append("")
-        if tag == "strong" and "table" in self.open:
-            self.rows[-1][-1] += "*"
+        if tag in ("strong", "u") and "table" in self.open:
+            self.rows[-1][-1] += {"strong": "*", "u": "_"}[tag]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -226,6 +226,23 @@ def test_the_table_has_last_and_best_with_the_highest_in_bold(tmp_path):
     assert cells == ["grpo-0", "grpo", "0", "finished", "20", "20.0 %", "50.0 %", "–", "60.0 %", "10", "–", "–"]
 
 
+def test_of_three_the_second_highest_is_underlined(tmp_path):
+    """Last and Best each for itself; equal ones alike, and the next below them is the second."""
+    made = {"grpo": (0.5, 0.7, 0.6), "dapo": (0.5, 0.9, 0.8), "gspo": (0.5, 0.6, 0.8), "ppo": (0.5, 0.5, 0.4)}
+    runs = [
+        run_of(tmp_path, name, evaluated(*values), config={"algorithm": name}, summary={"status": "finished"})
+        for name, values in made.items()
+    ]
+    assert Reader(report.page(runs)).tables["results"][2:] == [
+        ["grpo", "1", "_60.0", "70.0"],
+        ["dapo", "1", "*80.0", "*90.0"],
+        ["gspo", "1", "*80.0", "_80.0"],
+        ["ppo", "1", "40.0", "50.0"],
+    ]
+    equal = [replace(run, rows=evaluated(0.1, 0.3 if i % 2 else 0.1 + 0.2)) for i, run in enumerate(runs)]
+    assert [row[2:] for row in Reader(report.page(equal)).tables["results"][2:]] == [["*30.0", "*30.0"]] * 4
+
+
 def test_a_run_that_is_not_finished_is_marked(tmp_path):
     runs = three(tmp_path)
     runs[2] = replace(runs[2], summary={"status": "failed", "message": "out of <memory>"})
@@ -239,7 +256,7 @@ def test_two_tasks_have_two_columns_each(many):
     reader = Reader(report.page(many))
     assert [len(row) for row in reader.tables["results"][2:]] == [6] * 4
     for row, group in zip(reader.tables["results"][2:], group_by_experiment(many), strict=True):
-        shown = [cell.lstrip("*") for cell in row[2:]]
+        shown = [cell.lstrip("*_") for cell in row[2:]]
         assert shown == [spread(a) for task in ("arithmetic", "countdown") for a in averages(group, task)]
     assert sum(cell.startswith("*") for row in reader.tables["results"] for cell in row) == 4
 

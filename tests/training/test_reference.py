@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,8 @@ from rpg.run.settings import flat
 from rpg.training.batch import make_batch, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
-from rpg.training.reference import Reference, batch_logp
+from rpg.training.reference import Reference, batch_logp, load_teacher
+from rpg.training.setup import method_of, warnings_about
 from rpg.training.state import check_settings
 from rpg.training.update import Updater
 
@@ -26,7 +28,7 @@ WITHOUT_KL = {
     "dppo-tv", "dppo-kl", "gmpo", "luspo", "vespo", "clip-cov", "high-entropy", "skywork-or1",
     "maxrl", "opo", "otb",
 }  # fmt: skip
-ANCHORED_AT_THE_START = {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
+ANCHORED_AT_THE_START = {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline", "distill"}
 
 
 def make_policy(dtype=torch.float32):
@@ -54,7 +56,7 @@ def same(a, b):
 @pytest.mark.parametrize("name", rpg.algorithms())
 def test_auto_is_as_published(name):
     rule = rpg.algorithm(name).resolve().anchor
-    assert rule == ("frozen" if name in ANCHORED_AT_THE_START else "old")
+    assert rule == ("ema" if name == "warp" else "frozen" if name in ANCHORED_AT_THE_START else "old")
 
 
 @pytest.mark.parametrize("update", ["old", "every", "kl", "ema", "frozen"])
@@ -191,7 +193,7 @@ def test_state_comes_back(rule):
 
 
 @pytest.mark.parametrize("update", ["old", "frozen"])
-@pytest.mark.parametrize("name", sorted(set(rpg.algorithms()) - WITHOUT_KL))
+@pytest.mark.parametrize("name", sorted(set(rpg.algorithms()) - WITHOUT_KL - {"distill"}))  # it has nothing else
 def test_presets_with_a_kl_term_train_with_either_reference(name, update, tmp_path):
     policy, method = make_policy(), rpg.algorithm(name).resolve(update=update)
     config = Config(reference=ReferenceConfig(update=update), optim=OptimConfig(lr=1e-2, warmup=0, schedule="constant"))
@@ -352,3 +354,106 @@ def test_a_checkpoint_of_fewer_settings_has_the_defaults_of_those_it_lacks():
     other = Config(reference=ReferenceConfig(count="optimizer-steps"))
     with pytest.raises(ValueError, match=r"other settings than its checkpoint.s: reference\.count"):
         check_settings(other, saved, QUIET)
+
+
+# ---- a teacher -------------------------------------------------------------------------------------------------------
+
+
+def taught(tmp_path, **changes):
+    return replace(Config(reference=ReferenceConfig(model=str(tmp_path / "teacher"))), **changes)
+
+
+def make_teacher(tmp_path, kind="llama", name="teacher"):
+    policy = Policy(tiny.make(kind), tiny.tokenizer())
+    move(policy, 7)
+    policy.save(tmp_path / name)
+    return policy
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_teacher_is_scored_and_stays_outside_of_checkpoints(adapted, tmp_path):
+    """Another architecture than the policy's; the policy's temperature."""
+    teacher, policy = make_teacher(tmp_path), make_adapted(tmp_path) if adapted else make_policy()
+    policy.temperature = teacher.temperature = 0.7
+    config = taught(tmp_path)
+    reference = Reference(policy, "frozen", config.reference, teacher=load_teacher(config, policy))
+    batch = make_batch(tiny.groups(policy), 0, torch.device("cpu"))
+    expected = batch_logp(teacher, batch, 100)
+    move_adapter(policy, 1)
+    assert torch.allclose(reference.logp(batch, 100), expected, atol=1e-6)
+    assert reference.after_step(1, policy, 9.0) is False
+    assert reference.tensors() == {}
+    assert not any(p.requires_grad for p in reference.policy.model.parameters())
+    state = reference.state()
+    assert (state["held"], state["teacher"]) == (False, str(tmp_path / "teacher"))
+    reference.load(state, {})
+    with pytest.raises(
+        ValueError, match=r"the teacher was elsewhere and would now be .*: give --reference\.model else"
+    ):
+        reference.load(state | {"teacher": "elsewhere"}, {})
+
+
+def test_a_teacher_may_be_an_adapter_or_a_run(tmp_path):
+    policy = make_adapted(tmp_path)
+    move_adapter(policy, 3)
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.yaml").touch()
+    config, student = taught(tmp_path), make_policy()
+    with pytest.raises(ValueError, match="teacher has no checkpoint yet"):
+        load_teacher(config, student)
+    for step in (1, 2):
+        folder = tmp_path / "teacher" / "checkpoints" / f"step-00000{step}" / "model"
+        (policy if step == 2 else make_policy()).save(folder)
+    batch = make_batch(tiny.groups(student), 0, torch.device("cpu"))
+    found = batch_logp(load_teacher(config, student), batch, 100)
+    assert torch.allclose(found, batch_logp(policy, batch, 100), atol=1e-5)
+
+
+def test_a_teacher_of_other_tokens_is_refused(tmp_path):
+    config, policy = taught(tmp_path), make_policy()
+    make_teacher(tmp_path)
+    strange = copy.deepcopy(policy.tokenizer)
+    strange.add_tokens(["<new>"])
+    policy.tokenizer = strange
+    with pytest.raises(
+        ValueError, match=r"teacher has another vocabulary than builtin: '<new>' is token \d+ here and n"
+    ):
+        load_teacher(config, policy)
+    other = {token: i ^ 1 for token, i in make_policy().tokenizer.get_vocab().items()}
+    policy.tokenizer = SimpleNamespace(get_vocab=lambda: other)
+    with pytest.raises(ValueError, match=r"has another vocabulary than builtin: .* is token \d+ here and \d+ there"):
+        load_teacher(config, policy)
+    policy = make_policy()
+    policy.model.resize_token_embeddings(policy.model.config.vocab_size + 8)
+    with pytest.raises(ValueError, match=r"has \d+ embeddings and builtin has \d+: it cannot score"):
+        load_teacher(config, policy)
+
+
+def test_what_a_teacher_does_not_go_with(tmp_path):
+    with pytest.raises(ValueError, match=r"reference\.update must be auto or frozen with reference\.model"):
+        Config(reference=ReferenceConfig("ema", model="teacher"))
+    with pytest.raises(ValueError, match=r"distill learns from a teacher: name it with --reference\.model"):
+        method_of(Config(algorithm="distill"))
+    config = Config(algorithm="dapo", reference=ReferenceConfig(model="teacher"))
+    assert "reference.model=teacher has no effect: dapo has no KL term" in list(
+        warnings_about(method_of(config), config)
+    )
+    for name, anchor in (("distill", "frozen"), ("rpg-urkl", "frozen"), ("grpo", "frozen"), ("warp", "frozen")):
+        assert method_of(Config(algorithm=name, reference=ReferenceConfig(model="t"))).anchor == anchor
+
+
+def test_the_policy_moves_to_the_teacher_in_every_token(tmp_path):
+    """One step over its own responses: what it likes more than the teacher becomes less probable, and the reverse."""
+    teacher, policy = make_teacher(tmp_path), make_policy()
+    config = taught(tmp_path, algorithm="distill", optim=OptimConfig(lr=3e-3, warmup=0, minibatches=1))
+    method = method_of(config)
+    reference = Reference(policy, method.anchor, config.reference, teacher=load_teacher(config, policy))
+    batch = make_batch(tiny.groups(policy, noise=0.0), 0, policy.device)
+    batch = with_logp(batch, batch_logp(policy, batch, 100), reference.logp(batch, 100), method.needs_reference)
+    batch = with_advantages(batch, method.advantage, None)
+    assert torch.equal(batch.advantage, torch.zeros(len(batch)))
+    log_u = (batch.old_logp_BT - batch_logp(teacher, batch, 100))[batch.mask_BT]
+    optimizer = make_optimizer(policy.parameters(), config.optim)
+    assert Updater(config, method, policy, optimizer, tmp_path).update(batch, 1)["skipped"] == 0
+    later = (batch_logp(policy, batch, 100) - batch.ref_logp_BT)[batch.mask_BT]
+    assert (later - log_u)[log_u > 0].mean() < 0 < (later - log_u)[log_u < 0].mean()

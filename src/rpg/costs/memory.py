@@ -9,6 +9,8 @@ import torch
 
 from ..distributed.ranks import ALONE, World
 from ..models.adapters import adapted
+from ..models.meta import Shell, shell
+from ..run.checkpoint import model_of
 from ..run.config import Config
 
 CPU_TOKENS = 1024  # activations stay in the cache
@@ -95,13 +97,22 @@ def _estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, re
     )
 
 
+def teacher_shell(config: Config, dtype: torch.dtype) -> Shell:
+    """The shape of ``reference.model``."""
+    assert config.reference.model is not None
+    return shell(model_of(config.reference.model), dtype, {})
+
+
 def _bytes(parameters: list[tuple[int, int]]) -> int:
     return sum(n * size for n, size in parameters)
 
 
 def _reference(weights: list[tuple[int, int]], trained: list[tuple[int, int]], adapter: bool, config: Config) -> int:
     """A copy of the weights; of an adapter's where there is one, and nothing where the initial model is meant, which is
-    the model with its adapter off. See Reference."""
+    the model with its adapter off; the weights of a teacher, where there is one. See Reference."""
+    if config.reference.model is not None:
+        size = weights[0][1]
+        return size * teacher_shell(config, torch.float32 if size == 4 else torch.bfloat16).parameters
     if adapter and config.reference.update in ("auto", "frozen"):
         return 0
     copied = trained if adapter else weights

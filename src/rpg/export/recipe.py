@@ -18,7 +18,8 @@ def refuse(config: Config, engine: str, reasons: dict[str, Any]) -> None:
         "optim.name=schedule-free": config.optim.name == "schedule-free" and "give --optim.name adamw",
         "rollout.end_tokens": config.rollout.end_tokens and "put them into the model's generation_config.json",
     }
-    for name, why in (common | reasons).items():
+    taught = config.reference.model and "its reference is a copy of the trained model; use rpg train"
+    for name, why in (common | reasons | {"reference.model": taught}).items():
         if why:
             raise ValueError(f"{name} has no counterpart in {engine}: {why}")
 

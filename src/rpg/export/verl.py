@@ -68,9 +68,9 @@ def export(config: Config, launch: VerlLaunch | None = None) -> dict[str, Any]:
 def _refuse(config: Config, method: Method) -> None:
     """What verl has no counterpart for and what would change the result."""
     options = {name: name != "trust_remote_code" for name in config.model_options}
+    greedy = "its baseline is the reward of a greedy response to each prompt, which the plugin does not get"
     reasons = {
-        f"algorithm={method.name}": method.needs_greedy
-        and "its baseline is the reward of a greedy response to each prompt, which the plugin does not get",
+        f"algorithm={method.name}": method.only_here or (method.needs_greedy and greedy),
         "rollout.min_p": config.rollout.min_p > 0 and "give --rollout.min_p 0, with top_p or top_k in its place",
         "peft.method": config.peft.method not in (None, "lora") and f"only lora there; got {config.peft.method}",
         **{f"model_options.{name}": bad and "give --model a folder that holds it" for name, bad in options.items()},

@@ -17,7 +17,7 @@ from ..console import choose, one_of
 
 GROUP_KINDS = ("group-mean", "group-mean-std", "leave-one-out", "length-weighted", "success-rate", "log-partition")
 TOKEN_KINDS = ("reward-to-go", "optimal-token")
-KINDS = (*GROUP_KINDS, *TOKEN_KINDS, "batch-mean", "batch-whitening", "greedy-baseline", "constant", "none")
+KINDS = (*GROUP_KINDS, *TOKEN_KINDS, "batch-mean", "batch-whitening", "greedy-baseline", "constant", "none", "zero")
 Range = tuple[float, float]
 NEVER_NEGATIVE = (
     "no reward is below its baseline: nothing is learnt from a failure (loss.advantage.constant=…, or where the "
@@ -177,7 +177,8 @@ class Advantage:
     """One row of the advantage axis, ready to call.
 
     kind: group-mean, group-mean-std, leave-one-out, length-weighted (OPO), success-rate (MaxRL), log-partition (PMD);
-        batch-mean, batch-whitening; greedy-baseline; constant, none; per token: reward-to-go, optimal-token.
+        batch-mean, batch-whitening; greedy-baseline; constant, none; per token: reward-to-go, optimal-token;
+        zero: no reward at all, the KL alone (distillation).
     baseline: subtract the group mean first (batch-whitening: REINFORCE++-baseline).
     whiten: whiten the result over the batch (reward-to-go: REINFORCE++).
     over: what whitening counts, ``responses`` or ``tokens``. An advantage per token is always whitened over tokens.
@@ -369,6 +370,8 @@ class Advantage:
                         "greedy-baseline needs greedy_rewards [N], the greedy response's reward for each prompt"
                     )
                 return rewards - self._mapped(greedy_rewards.to(rewards.dtype))
+            case "zero":
+                return torch.zeros_like(rewards)
         return rewards - self.constant
 
 

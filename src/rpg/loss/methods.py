@@ -634,3 +634,32 @@ def otb() -> Algorithm:
 @plain("otb")
 def otb_plain(logp, old, ref, A, mask):
     return (-A * logp * mask).sum(-1).mean()
+
+
+# ---- anchors of other kinds ------------------------------------------------------------------------------------------
+
+
+@preset("warp", "arXiv 2406.16768")
+def warp() -> Algorithm:
+    """−A·log π(y), A = R_β − mean of the others, R_β = R − β·Σ log(old/ref), β = 0.1; c = −A. ref is the moving average
+    of π; ``rpg merge`` joins runs."""
+    return row(rloo().loss, Advantage("leave-one-out", beta=0.1), reference="average")
+
+
+@plain("warp")
+def warp_plain(logp, old, ref, A, mask):
+    return rloo_plain(logp, old, ref, A, mask)  # the KL is in A
+
+
+@preset("distill", "arXiv 2306.13649")
+def distill() -> Algorithm:
+    """−sg(ω)·log π, ω = w(A − β·log u), A = 0, β = 1: KL(π‖teacher) at each token of π's own responses; c = w·log u.
+    ref is the teacher, ``reference.model``."""
+    loss = PolicyLoss("urkl", 1.0, "reinforce", None, needs=("ref_logp",))
+    return row(loss, Advantage("zero"), reference="teacher")
+
+
+@plain("distill")
+def distill_plain(logp, old, ref, A, mask):
+    w, log_u = (logp - old).exp(), logp - ref  # ref: the teacher; A is 0
+    return token_mean(-(w * (A - log_u)).detach() * logp, mask)

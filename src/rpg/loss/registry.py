@@ -1,7 +1,8 @@
 """What a method is: ``Algorithm`` as published, ``Method`` as one run has it. Presets by name; methods.py has the rows.
 
 "old" is the sampling policy; ``reference`` says which policy anchors the KL term: "old" (updated every iteration, no
-second model is held) or "initial" (the model training began from).
+second model is held), "initial" (the model training began from), "average" (a moving average of the weights) or
+"teacher" (another model, which a run has to name).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch import Tensor
 from ..console import choose, one_of
 from .advantages import Advantage, Range
 from .policy_loss import PolicyLoss
+
+ANCHORS = {"old": "old", "initial": "frozen", "average": "ema", "teacher": "frozen"}  # a preset's word: the rule
+NEEDS_TEACHER = "it learns from a teacher, reference.model"
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Algorithm:
     @property
     def only_here(self) -> str | None:
         """Why it runs in ``rpg train`` alone: what TRL and verl do not give it. None: it runs there too."""
-        return self.loss.only_here or self.advantage.only_here
+        return (
+            self.loss.only_here or self.advantage.only_here or (NEEDS_TEACHER if self.reference == "teacher" else None)
+        )
 
     @property
     def has_kl(self) -> bool:
@@ -56,9 +62,9 @@ class Algorithm:
 
         ``rewards``: where they lie, if that is known.
         """
-        one_of("reference", self.reference, ("old", "initial"))
-        anchor = {"old": "old", "initial": "frozen"}[self.reference] if update == "auto" else update
-        if update == "auto" and self.advantage.beta > 0:  # from the sampling policy itself it would be 0
+        one_of("reference", self.reference, ANCHORS)
+        anchor = ANCHORS[self.reference] if update == "auto" else update
+        if update == "auto" and self.advantage.beta > 0 and anchor == "old":  # from the sampler itself it would be 0
             anchor = "frozen"
         return Method(
             name=self.name,
@@ -70,6 +76,7 @@ class Algorithm:
             curvature_gate=self.curvature_gate,
             min_signal=self.min_signal if min_signal is None else min_signal,
             note=self.note,
+            taught=self.reference == "teacher",
         )
 
 
@@ -86,11 +93,12 @@ class Method:
     curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
     min_signal: float = 0.0  # share of a step's groups that must have signal, or more are sampled
     note: str = ""  # what a user should know at the start of a run
+    taught: bool = False  # its anchor is a teacher
 
     @property
     def only_here(self) -> str | None:
         """Why it runs in ``rpg train`` alone: what TRL and verl do not give it. None: it runs there too."""
-        return self.loss.only_here or self.advantage.only_here
+        return self.loss.only_here or self.advantage.only_here or (NEEDS_TEACHER if self.taught else None)
 
     @property
     def has_kl(self) -> bool:
@@ -196,7 +204,7 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     chosen = replace(chosen, **{k: v for k, v in overrides.items() if k in algorithm_fields})  # type: ignore[arg-type]
     changes = {k: v for k, v in overrides.items() if k in loss_fields}
     if "beta" in changes and changes.get("divergence", chosen.loss.divergence) == "none":
-        if chosen.advantage.kind == "reward-to-go":  # its KL is in the reward
+        if chosen.advantage.kind == "reward-to-go" or chosen.advantage.beta:  # its KL is in the reward
             chosen = replace(chosen, advantage=chosen.advantage.replace(beta=changes.pop("beta")))
         elif changes["beta"]:
             raise ValueError(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ..run.config import Config
 from ..training.old_logp import OldLogp
 from ..training.setup import (
     algorithm_of,
+    anchored,
     check_rewards,
     method_of,
     pick_device,
@@ -129,7 +131,7 @@ def plan(
     rollout, held = config.rollout, method.anchor != "old"
     if getattr(model.model.config.get_text_config(), "num_attention_heads", None) is None:
         raise ValueError(f"{config.model} has no attention heads: neither a plan nor the engine knows such a model")
-    needed, sizes = _sizes(model.model, config, chosen, held)
+    needed, sizes = _sizes(model.model, anchored(config, method), chosen, held)
     available = int(memory.SHARE * chosen.memory)
     operations = Operations.of(model.model, dtype.itemsize)
     shape = memory.Shape.of(model.model.config.get_text_config())
@@ -143,7 +145,10 @@ def plan(
         slots=sizes.slots if needed.total <= available else max(sizes.slots, IF_IT_FITTED),
     )
     data = data_of(config)
-    passes = held + OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq
+    passes = [work] * (OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq)
+    if held:
+        taught = config.reference.model is not None
+        passes.append(_of_teacher(work, config, dtype) if taught else work)
     prompt = prompt_tokens or data.prompt
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
@@ -216,6 +221,13 @@ def _linear_head(model: Any) -> bool:
     return getattr(model.get_output_embeddings(), "bias", None) is None and cap is None
 
 
+def _of_teacher(work: Work, config: Config, dtype: torch.dtype) -> Work:
+    model = memory.teacher_shell(config, dtype).model
+    shape = memory.Shape.of(model.config.get_text_config())
+    activation = shape.activation_bytes(dtype.itemsize, False, False)
+    return replace(work, operations=Operations.of(model, dtype.itemsize), activation=activation)
+
+
 def _steps(config: Config, seconds: float) -> int:
     return config.steps if config.minutes is None else min(config.steps, math.ceil(60 * config.minutes / seconds))
 
@@ -227,8 +239,16 @@ def _evaluations(config: Config, steps: int) -> int:
 
 
 def _seconds(
-    work: Work, device: Device, config: Config, prompt: int, share: float, more: float, passes: int, problems: int
+    work: Work,
+    device: Device,
+    config: Config,
+    prompt: int,
+    share: float,
+    more: float,
+    passes: Sequence[Work],
+    problems: int,
 ) -> Seconds:
+    """``passes``: without gradients, over all responses."""
     rollout = config.rollout
     mean = max(1.0, share * rollout.max_new_tokens)
     trained = StepSizes(rollout.prompts, rollout.samples, prompt, mean, rollout.max_new_tokens)
@@ -236,7 +256,7 @@ def _seconds(
     epochs = config.optim.epochs
     return Seconds(
         rollout=rollout_seconds(work, device, replace(trained, groups=more * rollout.prompts)),
-        logp=passes * train_seconds(work, device, trained, forward=True),
+        logp=sum(train_seconds(each, device, trained, forward=True) for each in passes),
         train=epochs * train_seconds(work, device, trained, config.optim.minibatches),
         evaluation=rollout_seconds(work, device, tested),
     )
@@ -252,7 +272,7 @@ def _disk(config: Config, model: Shell, needed: memory.Memory) -> Disk:
     return Disk(
         folder=str(folder),
         holds_run=log.is_file() and log.stat().st_size > 0,
-        checkpoint=weights + needed.masters + needed.moments + needed.reference,
+        checkpoint=weights + needed.masters + needed.moments + (config.reference.model is None) * needed.reference,
         kept=keep.keep + keep.best + 1 if keep.keep else 0,  # a new one is whole before an old one goes
         free=shutil.disk_usage(there).free,
     )

@@ -108,7 +108,9 @@ def _kl(plan: Plan) -> str:
     anchor = ANCHORS[method.anchor].format(
         every=reference.every, count=reference.count.replace("optimizer-", "optimiser "), kl=reference.kl
     )
-    if method.anchor == "frozen":
+    if reference.model is not None:
+        anchor = f"anchored to {reference.model}, a teacher, which is held beside the model"
+    elif method.anchor == "frozen":
         anchor += ", of which a copy is held" if plan.memory.reference else ": the model with its adapter off, no copy"
     return f"{text}, {anchor}"
 
@@ -186,6 +188,8 @@ def way_out(plan: Plan) -> str:
     several = "several GPUs: the same loss in TRL or verl"
     if plan.device.cpu:
         return "lower rollout.slots, or take a smaller model"
+    if plan.config.reference.model is not None and lowest - plan.memory.reference <= plan.available:
+        return f"a smaller reference.model; or --peft.method lora; or {several}"
     if plan.memory.reference and lowest - plan.memory.reference <= plan.available:
         return f"--reference.update old holds no second model; or --peft.method lora; or {several}"
     if plan.trained == plan.parameters and plan.memory.weights < plan.available:

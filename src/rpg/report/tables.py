@@ -20,8 +20,8 @@ def results_section(experiments: Sequence[Experiment], tasks: Sequence[str]) -> 
 
 def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
     table = {(g, task): averages(each, task) for g, each in enumerate(experiments) for task in tasks}
-    top = {
-        (task, k): max(both[k].mean for (_, t), both in table.items() if both and t == task)
+    marks = {
+        (task, k): _marks([both[k].mean for (_, t), both in table.items() if both and t == task])
         for task in tasks
         for k in (0, 1)
     }
@@ -45,19 +45,32 @@ def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
                     cells.append(tag("td", "–", class_="number"))
                     continue
                 text = tag("data", escape(spread(both[k])), value=repr(both[k].mean))
-                best = len(experiments) > 1 and both[k].mean >= top[task, k] - 1e-9
-                cells.append(tag("td", tag("strong", text) if best else text, class_="number"))
+                mark = marks[task, k].get(_rounded(both[k].mean))
+                cells.append(tag("td", text if mark is None else tag(mark, text), class_="number"))
         name = swatch(i) + escape(experiment.label) + (" †" if early else "")
         seeds = tag("td", str(len(experiment.runs)), class_="number")
         rows.append(tag("tr", tag("th", name, scope="row"), seeds, *cells))
     caption = (
         "Last: the last evaluation of each run. Best: the highest of each run, which favours runs with many or noisy "
-        "evaluations. Means over seeds ± their standard deviation; bold: highest in its column, which is no test of "
-        "significance."
+        "evaluations. Means over seeds ± their standard deviation; bold: highest in its column, underlined: second "
+        "highest. Neither is a test of significance."
     )
     caption += " † Not all of its runs are finished." if unfinished else ""
     inside = tag("table", head, tag("tbody", *rows), class_="results")
     return tag("figure", _scroll(inside, "Last and best accuracy"), tag("figcaption", unbroken(caption)))
+
+
+def _marks(means: Sequence[float]) -> dict[float, str]:
+    """How values of a column are set: the highest bold and, of three or more, the second highest underlined. Equal ones
+    are set alike, and what is next below them is the second highest."""
+    ranked = sorted({_rounded(mean) for mean in means}, reverse=True)
+    names = ("strong", "u") if len(means) > 2 else ("strong",) if len(means) > 1 else ()
+    return dict(zip(ranked, names, strict=False))
+
+
+def _rounded(mean: float) -> float:
+    """Means of the same numbers in another order are equal."""
+    return round(mean, 9)
 
 
 def _heads(*texts: str) -> str:

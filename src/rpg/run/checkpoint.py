@@ -131,6 +131,16 @@ def folders(root: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in names if match))
 
 
+def model_of(name: str) -> str:
+    """A model's name, or of a run's folder the model in its newest checkpoint."""
+    if not (Path(name) / "config.yaml").is_file():
+        return name
+    saved = folders(Path(name) / "checkpoints")
+    if not saved:
+        raise ValueError(f"{name} has no checkpoint yet")
+    return str(saved[max(saved)] / "model")
+
+
 def verify(folder: Path) -> str | None:
     """What is wrong with a checkpoint, in one line; None: every file has the size and the hash it was saved with."""
     try:

@@ -157,8 +157,16 @@ class ReferenceConfig:
     """update=kl: renewed when the moving average of the KL per token passes this"""
     smoothing: Decay = 0.9
     """update=kl: weight of the past in that moving average, which is divided by what it has seen since the renewal"""
-    decay: Decay = 0.98
+    decay: Decay = 0.99
     """update=ema: weight of the past at each step"""
+    model: str | None = None
+    """another model as the anchor, a teacher: a model folder, a hub id, or a run, whose newest checkpoint is meant; it
+    must know the trained model's tokens, never changes, and is no part of the checkpoints"""
+
+    @property
+    def rule(self) -> str:
+        """``update``, as a teacher leaves it."""
+        return self.update if self.model is None else "frozen"
 
 
 @dataclass(frozen=True)
@@ -255,6 +263,16 @@ def check(config: Config) -> None:
         )
     if optim.name == "schedule-free" and optim.betas[0] == 0:
         raise ValueError("optim.betas must start above 0 with schedule-free: it is the weight of the average")
-    for name, text in {"model": config.model, "output": config.output, "task.name": config.task.name}.items():
+    if config.reference.model is not None and config.reference.update not in ("auto", "frozen"):
+        raise ValueError(
+            f"reference.update must be auto or frozen with reference.model, which never changes; "
+            f"got {config.reference.update}"
+        )
+    for name, text in {
+        "model": config.model,
+        "reference.model": config.reference.model or "x",
+        "output": config.output,
+        "task.name": config.task.name,
+    }.items():
         if not text.strip():
             raise ValueError(f"{name} must not be empty")

@@ -40,8 +40,9 @@ from .old_logp import OldLogp, batch_score_sq, with_logp
 from .oom_retry import DoesNotFit, make_oom_retry, pick_slots
 from .optim import averaged_weights, make_optimizer
 from .progress import Progress
-from .reference import Reference, batch_logp
+from .reference import Reference, batch_logp, load_teacher
 from .setup import (
+    anchored,
     check_fit,
     check_rewards,
     check_rollout,
@@ -202,8 +203,10 @@ class Trainer:
             peft=config.peft,
         )
         self.progress = progress = Progress() if start is None else Progress.load(start.state)
-        held = method.anchor != "old" and not self.policy.adapted  # a second set of weights
-        slots = pick_slots(self.policy, config, held, world=world)
+        teacher = load_teacher(config, self.policy) if config.reference.model is not None and method.has_kl else None
+        held = method.anchor != "old" and (teacher is not None or not self.policy.adapted)  # a second set of weights
+        planned = anchored(config, method)
+        slots = pick_slots(self.policy, planned, held, world=world)
         self.engine = make_engine(self.policy, config, slots, context)
         self.problems = held_out(self.task, config)  # by name
         longest = [check_fit(self.policy, problems, config) for problems in self.problems.values()]
@@ -212,9 +215,9 @@ class Trainer:
         self.sampler = Sampler(self.policy, self.engine, self.scorer, config, context)
         self.learner = ShardedPolicy(self.policy, world) if world.sharded else self.policy
         self.optimizer = make_optimizer(self.learner.parameters(), config.optim)
-        self.reference = Reference(self.learner, method.anchor, config.reference, world, self.policy)
+        self.reference = Reference(self.learner, method.anchor, config.reference, world, self.policy, teacher)
         self.collector = Collector(config, method, self.sampler, self.task, progress.cursor)
-        sized = replace(config, rollout=replace(config.rollout, slots=slots))
+        sized = replace(planned, rollout=replace(config.rollout, slots=slots))
         self.oom_retry = make_oom_retry(self.policy, sized, held, self.engine.release, context)
         self.updater = Updater(config, method, self.learner, self.optimizer, folder, progress, self.oom_retry, context)
         self.old_logp = OldLogp(config, method.loss, dtype, progress)

@@ -1,6 +1,7 @@
-"""The policy that anchors the KL term: the sampling policy itself, or a copy that is renewed by a rule.
+"""The policy that anchors the KL term: the sampling policy itself, a copy that is renewed by a rule, or a teacher.
 
 Where an adapter is trained, the copy is one of the adapter's weights, or none at all: the model with the adapter off.
+A teacher is another model of the same tokens; it stays as it is, and checkpoints have its name alone.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from ..distributed.ranks import ALONE, World
 from ..distributed.shards import ShardedPolicy, cut, local, swapped_in
 from ..loss.anchor import Renewal
 from ..models import adapters
+from ..models.loading import load
 from ..models.policy import Policy
-from ..run.config import ReferenceConfig
+from ..run.checkpoint import model_of
+from ..run.config import Config, ReferenceConfig
 from .batch import Batch, rank_micro_batches
 from .optim import HALF
 
+OF_ANY_MODEL = ("token", "cache_dir", "local_files_only", "trust_remote_code")  # of model_options
 AVERAGE = "average/"  # in front of the names of averages in a checkpoint
 
 
@@ -35,13 +39,22 @@ class Reference:
     """
 
     def __init__(
-        self, policy: Policy, rule: str, config: ReferenceConfig, world: World = ALONE, whole: Policy | None = None
+        self,
+        policy: Policy,
+        rule: str,
+        config: ReferenceConfig,
+        world: World = ALONE,
+        whole: Policy | None = None,
+        teacher: Policy | None = None,
     ):
         self.rule, self.config, self.world = rule, config, world
         self.policy: Policy | None = None
         self.adapter: dict[str, Tensor] | None = None
         self.renewal = Renewal(rule, config)
-        if rule != "old" and policy.adapted:
+        self.teacher = None if teacher is None or config.model is None else model_of(config.model)
+        if teacher is not None:
+            self.policy = ShardedPolicy(teacher, world, frozen=True) if world.sharded else teacher
+        elif rule != "old" and policy.adapted:
             self.policy = policy
             if rule != "frozen" or not policy.fresh:
                 self.adapter = {name: x.clone() for name, x in adapters.weights(policy.model).items()}
@@ -95,25 +108,30 @@ class Reference:
                 copy_of.lerp_(new.to(copy_of.dtype), share)
 
     def _weights(self) -> dict[str, Tensor]:
-        if self.policy is None:
+        if self.policy is None or self.teacher is not None:
             return {}
         return (self.adapter or {}) if self.policy.adapted else _weights(self.policy)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        if self.policy is None:
+        if self.policy is None or self.teacher is not None:
             return {}
         weights = self._weights() if self.policy.adapted else self.policy.model.state_dict()
         return dict(weights) | {AVERAGE + name: x for name, x in self.averages.items()}
 
     def state(self) -> dict[str, Any]:
-        return {"rule": self.rule, **self.renewal.state(), "held": bool(self._weights())}
+        state = {"rule": self.rule, **self.renewal.state(), "held": bool(self._weights())}
+        return state if self.teacher is None else state | {"teacher": self.teacher}
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """``tensors``: nothing where the state says that none are held."""
         self.renewal.load(state)
-        if self.policy is None:
+        if self.teacher is not None and self.teacher != (before := state.get("teacher")):
+            raise ValueError(
+                f"the teacher was {before} and would now be {self.teacher}: give --reference.model {before}"
+            )
+        if self.policy is None or self.teacher is not None:
             return
         if not state["held"]:
             self.adapter = None  # the adapter began as nothing, in the process that began the run
@@ -126,6 +144,30 @@ class Reference:
         else:
             self.policy.model.load_state_dict(weights)
         _copy(self.averages, {name: tensors[AVERAGE + name] for name in self.averages})
+
+
+def load_teacher(config: Config, policy: Policy) -> Policy:
+    """The model that ``reference.model`` names, beside the trained one, whose tokens it has to know."""
+    name = config.reference.model
+    assert name is not None
+    options = {key: value for key, value in config.model_options.items() if key in OF_ANY_MODEL}
+    model, tokenizer = load(model_of(name), dtype=policy.model.dtype, device=policy.device, options=options)
+    if adapters.adapted(model):
+        model = vars(model)[adapters.WRAPPER].merge_and_unload()
+    known, wanted = tokenizer.get_vocab(), policy.tokenizer.get_vocab()
+    strange = next((token for token, i in wanted.items() if known.get(token) != i), None)
+    if strange is not None:
+        raise ValueError(
+            f"reference.model {name} has another vocabulary than {config.model}: {strange!r} is token "
+            f"{wanted[strange]} here and {known.get(strange, 'none')} there; take a teacher of the same family"
+        )
+    rows, needed = (m.get_input_embeddings().weight.shape[0] for m in (model, policy.model))
+    if rows < needed:
+        raise ValueError(
+            f"reference.model {name} has {rows} embeddings and {config.model} has {needed}: it cannot score each token "
+            "that can be sampled; take a teacher with as many"
+        )
+    return Policy(model.requires_grad_(False), tokenizer, policy.temperature)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from ..loss.advantages import GROUP_KINDS
 from ..loss.clip import Unweighted
 from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
-from ..loss.registry import LONGEST
+from ..loss.registry import ANCHORS, LONGEST
 from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..rollout import Engine, NativeEngine, Sampling
@@ -138,10 +139,15 @@ def _check_context(policy: Policy, longest: int, config: Config) -> None:
 def method_of(config: Config) -> Method:
     """The run's algorithm, with its own choices around it: decided here, once."""
     rollout = config.rollout
-    return algorithm_of(config).resolve(
+    chosen = algorithm_of(config)
+    if chosen.reference == "teacher" and config.reference.model is None:
+        raise ValueError(
+            f"{chosen.name} learns from a teacher: name it with --reference.model, a folder, hub id or run"
+        )
+    return chosen.resolve(
         rollout.dynamic,
         rollout.overlong,
-        config.reference.update,
+        config.reference.rule,
         min_signal=rollout.min_signal,
         rewards=rewards_of(config),
     )
@@ -150,6 +156,13 @@ def method_of(config: Config) -> Method:
 def rewards_of(config: Config) -> tuple[float, float] | None:
     """Where the rewards lie, if that is known."""
     return reward_range(config.task.name, config.task.reward, config.task.rewards)
+
+
+def anchored(config: Config, method: Method) -> Config:
+    """The settings with the method's own moving average spelt out, which takes more memory than they say."""
+    if method.anchor != "ema":
+        return config
+    return replace(config, reference=replace(config.reference, update="ema"))
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -162,7 +175,7 @@ def algorithm_of(config: Config) -> Algorithm:
         chosen = algorithm(config.algorithm, **options)
         if chosen.loss.reduction == "constant" and "constant" not in options:
             chosen = algorithm(config.algorithm, **options, constant=float(config.rollout.max_new_tokens))
-        one_of("loss.reference", chosen.reference, ("old", "initial"))
+        one_of("loss.reference", chosen.reference, ANCHORS)
         _try_out(chosen, config.rollout.prompts, config.rollout.samples)
     except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
         asked = ", ".join(f"loss.{key}={value!r}" for key, value in options.items())
@@ -210,6 +223,8 @@ def warnings_about(method: Method, config: Config) -> Iterator[str]:
             f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
+    if config.reference.model is not None and not method.has_kl:
+        yield f"reference.model={config.reference.model} has no effect: {method.name} has no KL term"
     if config.reference.update != "auto" and not method.has_kl:
         yield f"reference.update={config.reference.update} has no effect: {method.name} has no KL term"
 

@@ -79,7 +79,7 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
         default=0.05, metadata={"help": "kl: renewed when the moving average of the KL per token passes this."}
     )
     reference_smoothing: float = field(default=0.9, metadata={"help": "kl: weight of the past in that moving average."})
-    reference_decay: float = field(default=0.98, metadata={"help": "ema: weight of the past at each optimiser step."})
+    reference_decay: float = field(default=0.99, metadata={"help": "ema: weight of the past at each optimiser step."})
     overlong: bool | None = field(
         default=None, metadata={"help": "Soft overlong penalty; None: as the algorithm was published."}
     )

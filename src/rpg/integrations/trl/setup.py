@@ -11,7 +11,7 @@ from ...loss.clip import Adaptive, Unweighted
 from ...loss.methods import Algorithm, Method, algorithm
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.policy_loss import PolicyLoss
-from ...loss.registry import LONGEST
+from ...loss.registry import ANCHORS, LONGEST
 from ..truncation import truncated, truncation_note
 from .config import RPGConfig
 
@@ -22,7 +22,7 @@ AlgorithmLike = Algorithm | PolicyLoss | str | None
 def algorithm_of(args: RPGConfig, asked: AlgorithmLike) -> Algorithm:
     """The trainer's ``algorithm``, or the config's, which is told its name."""
     chosen = _asked_for(args, asked)
-    one_of('loss["reference"]', chosen.reference, ("old", "initial"))
+    one_of('loss["reference"]', chosen.reference, ANCHORS)
     if asked is not None and args.algorithm not in (chosen.name, args.named):
         raise ValueError(
             f"RPGConfig has algorithm={args.algorithm!r} and RPGTrainer algorithm={chosen.name!r}: give it once"

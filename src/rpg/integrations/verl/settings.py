@@ -14,7 +14,7 @@ from ...console import choose, one_of
 from ...loss.methods import Algorithm, Method, algorithm, algorithms
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.policy_loss import PolicyLoss
-from ...loss.registry import LONGEST
+from ...loss.registry import ANCHORS, LONGEST
 from ...run.config import ReferenceConfig
 
 PREFIX = "rpg:"
@@ -131,7 +131,7 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
         elif options:
             raise ValueError(f"options go with a preset's name; got an Algorithm and {', '.join(options)}")
         _no_switches(options)
-        one_of(f"{OPTIONS}.reference", chosen.reference, ("old", "initial"))
+        one_of(f"{OPTIONS}.reference", chosen.reference, ANCHORS)
         resolved = Settings(chosen.resolve(update=reference.update), reference, own_constant="constant" in options)
         _refuse(resolved)
         _try_out(resolved.method.loss)
@@ -171,8 +171,10 @@ def _refuse(chosen: Settings) -> None:
         raise ValueError(f"{chosen.name} cannot run inside verl: {method.only_here}")
     if loss.control_variate:
         raise ValueError("control_variate cannot run inside verl: it needs each response's prompt, which losses lack")
-    if chosen.reference.update == "ema":
+    if method.anchor == "ema":
         raise ValueError(f"{OPTIONS}.reference.update=ema cannot be had inside verl: every, kl, frozen or old")
+    if chosen.reference.model is not None:
+        raise ValueError(f"{OPTIONS}.reference.model: a teacher cannot be had inside verl; use rpg train")
     if loss.reduction == "none":
         raise ValueError(f"{OPTIONS}.reduction=none leaves no number to differentiate")
     if method.anchor == "old" and "ref_logp" in loss.needs and loss.has_kl:
