@@ -20,7 +20,7 @@ from ..loss.methods import Algorithm, algorithm, algorithms
 from ..loss.objective import DIVERGENCES
 from ..loss.policy_loss import PolicyLoss
 from .measure import Coefficients, Subject
-from .problem import EnumeratedBatch
+from .problem import FEEDS, EnumeratedBatch
 
 OBJECTIVE_OF_LEVEL = {"token": "token", "sequence": "sequence", "sequence-mean": "geometric"}
 
@@ -83,13 +83,13 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
         (c_NT,) = torch.autograd.grad(loss.sum(), logp_NT)
         return c_NT
 
-    return Subject(name, "user", divergence, objective, compute)
+    return Subject(name, "user", divergence, objective, compute, feeds=tuple(FEEDS))
 
 
 def share_without_reward(subject: Subject, batch: EnumeratedBatch, beta: float) -> float:
     """The share of tokens whose gradient stays the same when the rewards double: those that a clip cuts off."""
     c_NT = subject.coefficients(batch, beta)
-    doubled_NT = subject.coefficients(replace(batch, advantages_N=2 * batch.advantages_N), beta)
+    doubled_NT = subject.coefficients(batch.with_rewards_times(2.0), beta)
     return float((doubled_NT == c_NT)[batch.mask_NT].float().mean())
 
 
