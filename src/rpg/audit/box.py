@@ -29,7 +29,7 @@ class BoxRow:
     bias: float
     kl_bias: float | None
     kl_variance: float | None  # E|g − E[g]|² over |β·∇D|², all rewards zero
-    apart: float | None  # max |c − c without the clip| / max |c without the clip|; None without a clip
+    apart: float | None  # max |c − c without the clip| / max |c without the clip|; None without a clip, or with a gate
     worst: float  # of bias, kl_bias and apart, over the seeds
 
 
@@ -67,6 +67,8 @@ def _look(subject: Subject, problem: EnumeratedProblem) -> _Seen:
     at_rest_NT = subject.coefficients(problem.at_rest.batch, beta)
     unrewarded_NT = None if subject.divergence == "none" else shipped(b.with_rewards_times(0.0), beta)
     seen = Observation(c_NT, at_rest_NT, unrewarded_NT, clipped=None, cut=None)
+    if subject.gated:  # not by its bounds: closer policies change nothing
+        return _Seen(measure(subject, problem, subject.objective, seen), apart=None, cut=False)
     apart = float((c_NT - plain_NT).abs().max() / plain_NT.abs().max()) if subject.clipped else None
     clip_did_nothing = apart is not None and apart <= SAME
     cut = not clip_did_nothing and bool(cut_off(subject, b, beta, plain_NT, c_NT).any())

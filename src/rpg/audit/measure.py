@@ -31,6 +31,7 @@ class Subject:
     clipped: Coefficients | None = None
     note: str = ""
     dtype: torch.dtype = torch.float64
+    gated: bool = False  # does it silence tokens wherever the ratios are?
     feeds: tuple[str, ...] = ("renormalised",)  # of problem.FEEDS: what its trainer hands it, the usual one first
 
 
