@@ -126,8 +126,6 @@ def replacements(node, parents):
             yield node.func.value
     elif isinstance(node, ast.keyword) and node.arg == "alpha":  # torch.add(x, y, alpha=k)
         yield ast.keyword("alpha", ast.UnaryOp(ast.USub(), node.value))
-    else:
-        yield from choices(node, parents)
 
 
 def choices(node, parents):
@@ -148,8 +146,11 @@ def is_axis(node, parents):
     return name in AXIS and isinstance(node.operand, ast.Constant)
 
 
-def mutants(tree):
-    """Every mutant of a module, named by function, expression before and after, in order of appearance."""
+def mutants(tree, rows=False):
+    """Every mutant of a module, named by function, expression before and after, in order of appearance.
+
+    With ``rows`` also those that choose otherwise in a row of the table of methods.
+    """
     found, seen = [], {}
 
     def visit(node, parents, where):
@@ -166,7 +167,8 @@ def mutants(tree):
                     inner = [*where, child.name]
                 elif not where and isinstance(child, ast.AnnAssign):
                     inner = [child.target.id]
-                for new in replacements(child, [*parents, node]):
+                others = choices(child, [*parents, node]) if rows else ()
+                for new in (*replacements(child, [*parents, node]), *others):
                     site = (node, field, index if isinstance(value, list) else None)
                     name = f"{'.'.join(inner) or 'module'}: {describe(site, child, new, parents)}"
                     seen[name] = seen.get(name, 0) + 1
@@ -188,12 +190,12 @@ def path_of(module):
 
 
 def of_module(module):
-    tree = ast.parse((PACKAGE / f"{path_of(module)}.py").read_text())
-    return [mutant for mutant in mutants(tree) if is_shown(module, mutant)]
+    return of_tree(module, ast.parse((PACKAGE / f"{path_of(module)}.py").read_text()))
 
 
-def is_shown(module, mutant):
-    return module not in ONLY or function_of(mutant).startswith(ONLY[module])
+def of_tree(module, tree):
+    wanted = ONLY.get(module, ("",))
+    return [mutant for mutant in mutants(tree, rows=module == "methods") if function_of(mutant).startswith(wanted)]
 
 
 def describe(site, old, new, parents):
@@ -336,8 +338,7 @@ def run(module, jobs, skipped=()):
     warm_up()
     files = [test_file(name) for name in ORACLES[module]]
     sources = {file.stem: compile(file.read_text(), str(file), "exec") for file in files}
-    shown = [m for m in mutants(finder.trees[full_name(module)][1]) if is_shown(module, m)]
-    waiting = [m for m in shown if m.name not in skipped]
+    waiting = [m for m in of_tree(module, finder.trees[full_name(module)][1]) if m.name not in skipped]
     waiting, running = [None, *waiting], {}
     killers = defaultdict(Counter)  # function -> what killed its mutants: mostly that also kills the next one
     while waiting or running:
