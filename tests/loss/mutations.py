@@ -233,7 +233,10 @@ class Trees(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name not in self.trees:
             return None
-        return importlib.util.spec_from_loader(name, self, is_package=self.trees[name][2])
+        path, _, package = self.trees[name]
+        spec = importlib.util.spec_from_loader(name, self, origin=str(path), is_package=package)
+        spec.has_location = True  # some modules look for what lies beside them
+        return spec
 
     def exec_module(self, module):
         exec(self.codes[module.__name__], module.__dict__)

@@ -97,6 +97,7 @@ EQUIVALENT = {
         "dppo_kl_plain: A >= 0 -> A > 0": NO_MASS,
         "dppo_kl_plain: q > p -> q >= p": NO_MASS,
         "dppo_kl_plain: q < p -> q <= p": NO_MASS,
+        "clip_cov_plain: ppo_clip(r, A, 0, 2) -> ppo_clip(r, A, -1, 2)": "a ratio is positive",
         "gmpo: clip.Box -> clip.LogBox": "of a token's clip the limits alone are used",
         "gmpo_plain: A >= 0 -> A > 0": NO_MASS,
         "vespo_plain: A >= 0 -> A > 0": NO_MASS,

@@ -269,6 +269,7 @@ def _liger_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: Enumera
         loss_type=loss.loss_type,
         importance_sampling_level=loss.level,
         max_completion_length=num_steps,
+        chunk_size=len(batch.tokens_NT),  # responses at once: how it is computed, not what
         compiled=False,
         **options,
     )
