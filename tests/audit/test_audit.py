@@ -2,13 +2,17 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rpg import PolicyLoss, algorithm, audit, clip
+from rpg import PolicyLoss, algorithm, algorithms, audit, clip
+from rpg.audit.box import Box
 from rpg.audit.measure import calibrate, measure, observe
 from rpg.audit.problem import SCENARIOS, EnumeratedProblem
+from rpg.audit.summary import AuditReport
+from rpg.audit.truncated import Truncated
 
 EXACT = 1e-10
 ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
@@ -242,11 +246,12 @@ def test_a_kl_term_outside_the_clip_stays_on_the_tokens_it_cuts():
     assert m.left > 1e-3
 
 
-def test_dual_clip_leaks_through_the_regularised_advantage():
-    leaks = found(regularised(clip.DualClip(), estimator="differentiable"))
+def test_a_gradient_through_the_regularised_advantage_leaks_on_the_tokens_it_cuts():
+    leaks = found(regularised(clip.DualClip(), estimator="differentiable", through_advantage=True))
     assert leaks.cut > 0
     assert leaks.left > 1e-3
-    assert found(regularised(clip.DualClip(), estimator="reinforce")).left == 0
+    for estimator in ("differentiable", "reinforce"):
+        assert found(regularised(clip.DualClip(), estimator=estimator)).left == 0
 
 
 def test_the_bias_is_measured_with_the_clip_out_of_the_way():
@@ -279,3 +284,141 @@ def test_variance_is_that_of_sampling_one_response():
     mean_P = (problem.probability_N.unsqueeze(-1) * g_NP).sum(0)
     spread = (problem.probability_N * (g_NP - mean_P).square().sum(-1)).sum()
     assert math.isclose(measure(subject, problem).variance, float(spread / mean_P.square().sum()), rel_tol=1e-9)
+
+
+# ---- in the box: as shipped, where no clip acts ----------------------------------------------------------------------
+
+RPG = [name for name in algorithms() if name.startswith("rpg-")]
+PRINTED = ["rpg-rkl-printed", "rpg-urkl-printed"]  # Algorithm 1 to the letter, by name
+UNGATED = [name for name in algorithms() if algorithm(name).loss.gate is None]
+OFF_POLICY = [REF_IS_OLD, THREE_POLICIES]
+
+
+def in_the_box(loss, scenario=REF_IS_OLD, seeds=2, beta=0.1):
+    return next(row for row in Box(seeds, beta).rows(audit.resolve(loss)) if row.scenario == scenario)
+
+
+def table_weight(divergence, a, w, v, log_u, beta):
+    """ω of Table 1 of arXiv 2505.17508, extended to ref ≠ old."""
+    kl = {"fkl": v, "ufkl": v - w, "rkl": -w * (log_u + 1), "urkl": -w * log_u}[divergence]
+    return w * a + beta * kl
+
+
+@pytest.mark.parametrize("name", [name for name in RPG if name not in PRINTED])
+@pytest.mark.parametrize("scenario", OFF_POLICY)
+def test_inside_its_clip_every_rpg_preset_has_the_coefficients_of_the_table(name, scenario):
+    b = EnumeratedProblem(scenario, True, 0, drift=0.025).batch
+    w, v, log_u = (b.logp_NT - b.old_logp_NT).exp(), (b.ref_logp_NT - b.old_logp_NT).exp(), b.logp_NT - b.ref_logp_NT
+    assert ((w > 0.85) & (w < 1.15)).all()
+    omega = table_weight(algorithm(name).loss.divergence, b.advantages_N.unsqueeze(-1), w, v, log_u, 0.1)
+    torch.testing.assert_close(audit.resolve(name).clipped(b, 0.1), -omega * b.mask_NT, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_inside_its_clip_a_preset_is_the_one_without_the_clip(name):
+    for scenario in OFF_POLICY:
+        row = in_the_box(name, scenario)
+        assert row.apart is None or row.apart < 1e-12
+        if name in RPG:
+            assert row.worst < EXACT
+
+
+@pytest.mark.parametrize("divergence", ["fkl", "rkl", "ufkl", "urkl"])
+def test_both_estimators_of_a_divergence_are_equally_noisy_inside_the_clip(divergence):
+    differentiable, reinforce = in_the_box(f"rpg-{divergence}"), in_the_box(f"rpg-reinforce-{divergence}")
+    assert differentiable.kl_variance == pytest.approx(reinforce.kl_variance, rel=1e-9)
+
+
+def algorithm_1_to_the_letter(logp, old_logp, advantages, mask, ref_logp, beta):
+    """Its gradient flows through the regularised advantage too: urkl's loss, rkl's gradient."""
+    w, a = (logp - old_logp).exp(), advantages[:, None] - beta * (logp - ref_logp)
+    return (-torch.min(w * a, w.clamp(0.8, 1.28) * a) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("printed", ["rpg-urkl-printed", algorithm_1_to_the_letter])
+def test_a_zero_mean_term_is_no_bias_and_shows_as_noise(printed):
+    quiet, loud = in_the_box("rpg-reinforce-urkl", seeds=5), in_the_box(printed, seeds=5)
+    assert loud.kl_bias < EXACT
+    assert quiet.kl_variance < 20
+    assert loud.kl_variance > 100 * quiet.kl_variance
+    assert loud.kl_variance == pytest.approx(in_the_box("rpg-reinforce-rkl", seeds=5).kl_variance, rel=1e-6)
+
+
+def test_a_clip_that_changes_what_is_inside_it_is_seen():
+    halved = replace(audit.resolve("ppo"), clipped=lambda b, beta: 0.5 * audit.resolve("ppo").coefficients(b, beta))
+    (line,) = AuditReport.of(audit.run([halved], seeds=1), [halved], "rpg audit").lines
+    row = line.in_box(THREE_POLICIES)
+    assert (row.apart, row.bias, line.box_error) == (pytest.approx(0.5), pytest.approx(0.5), pytest.approx(0.5))
+    assert [check for check, bias in line.checks.items() if bias > EXACT] == ["in the box"]
+
+
+def test_the_policies_are_closer_where_the_clip_is_narrower():
+    assert in_the_box("ppo").drift == in_the_box("rpg-urkl").drift == 0.025
+    gspo = in_the_box("gspo")
+    assert gspo.drift < 1e-3
+    assert gspo.worst < EXACT
+
+
+def test_a_gate_silences_tokens_wherever_the_ratios_are():
+    row = in_the_box("high-entropy")
+    assert (row.apart, row.drift) == (None, 0.025)
+    assert row.bias > 0.1
+
+
+# ---- truncated sampling ----------------------------------------------------------------------------------------------
+
+
+def test_the_sampler_keeps_the_fewest_likely_tokens_that_have_the_mass():
+    problem = EnumeratedProblem(THREE_POLICIES, False, 0, vocabulary=6, length=2, top_p=0.8)
+    mu_SV = problem.logits_SV(problem._draws[2]).softmax(-1)
+    for mu, kept in zip(mu_SV, problem.kept_SV, strict=True):
+        assert mu[kept].sum() >= 0.8 > mu[kept].sum() - mu[kept].min()
+        assert mu[kept].min() > mu[~kept].max()
+    assert 6 * 6 > len(problem.tokens_NT) == len(problem.rewards_N)
+    assert float(problem.probability_N.sum()) == pytest.approx(1, abs=1e-12)
+    b = problem.batch
+    whole = replace(problem, feed="recomputed").batch
+    mass_NT = mu_SV.masked_fill(~problem.kept_SV, 0).sum(-1)[problem.state_NT]
+    torch.testing.assert_close(b.old_logp_NT, whole.old_logp_NT - mass_NT.log())
+    engine = replace(problem, feed="engine").batch
+    assert torch.equal(engine.old_logp_NT, b.old_logp_NT)
+    assert torch.equal(engine.logp_NT, whole.logp_NT)
+
+
+def test_the_truncated_objectives_are_those_of_the_policies_that_act():
+    """Against importance sampling written out: E_μ[w·R] − β·E_μ[w·log w/v], all over the kept tokens."""
+    problem = EnumeratedProblem(THREE_POLICIES, False, 1, vocabulary=5, length=2, top_p=0.9)
+    theta = problem.theta.clone().requires_grad_()
+    log_w_N, b = (problem.logp_NT(theta) - problem.batch.old_logp_NT).sum(-1), problem.batch
+    log_u_N = (problem.logp_NT(theta) - b.ref_logp_NT).sum(-1)
+    value = (problem.probability_N * log_w_N.exp() * (b.advantages_N - problem.beta * log_u_N)).sum()
+    expected = torch.autograd.grad(value, theta)[0].flatten()
+    torch.testing.assert_close(problem.objective_gradient("sequence", "rkl"), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_is_truncated_at_top_p_1():
+    for variable in (False, True):
+        problem = EnumeratedProblem(THREE_POLICIES, variable, 2)
+        assert problem.kept_SV.all()
+        for feed in audit.FEEDS:
+            fed = replace(problem, feed=feed)
+            assert torch.equal(fed.batch.old_logp_NT, problem.batch.old_logp_NT)
+            assert torch.equal(fed.score_NTP, problem.score_NTP)
+
+
+@pytest.mark.parametrize("name", [*RPG, "dapo", "gspo", "cispo"])
+def test_fed_over_the_kept_tokens_a_right_loss_is_exact_at_every_top_p(name):
+    rows = Truncated(2, 0.1, 0.5).rows(audit.resolve(name))
+    assert [(r.top_p, r.feed, r.usual) for r in rows] == [(p, "renormalised", True) for p in (0.95, 0.9, 0.7)]
+    assert max(r.worst_bias for r in rows) < EXACT
+
+
+def test_the_whole_vocabularys_ratio_is_biased_the_more_the_more_is_cut():
+    """A token-level ratio π(whole)/μ(kept) against the truncated objective: some 5, 10 and 30 %."""
+    rows = Truncated(10, 0.1, 0.5).rows(audit.resolve(exact_rkl))
+    biases = {(r.feed, r.top_p): r.bias for r in rows}
+    assert set(biases) == {(feed, p) for feed in audit.FEEDS for p in (0.95, 0.9, 0.7)}
+    assert max(biases["renormalised", p] for p in (0.95, 0.9, 0.7)) < EXACT
+    assert 0.02 < biases["engine", 0.95] < 0.07 < biases["engine", 0.9] < 0.15 < biases["engine", 0.7] < 0.4
+    assert 0.01 < biases["recomputed", 0.95] < biases["recomputed", 0.9] < biases["recomputed", 0.7]
+    assert [r.usual for r in rows if r.feed != "renormalised"] == [False] * 6

@@ -14,6 +14,7 @@ from rpg import PolicyLoss, audit
 from rpg.audit import SCENARIOS, page, picture
 from rpg.audit.summary import (
     ON_POLICY,
+    REF_IS_OLD,
     THREE_POLICIES,
     AuditReport,
     Line,
@@ -129,7 +130,11 @@ def test_the_numbers_of_the_table_are_those_of_the_json(read, report):
             for scenario in SCENARIOS
         ]
         kl = next(r["kl_bias"] for r in own if (r["scenario"], r["lengths"]) == (THREE_POLICIES, "fixed"))
-        assert shown["values"] == biases + ([] if kl is None else [kl])
+        box = next(r for r in found["box"] if (r["name"], r["scenario"]) == (subject["name"], THREE_POLICIES))
+        cut = [
+            r["bias"] for r in found["truncated"] if (r["name"], r["top_p"]) == (subject["name"], 0.9) and r["usual"]
+        ]
+        assert shown["values"] == biases + ([] if kl is None else [kl]) + [max(box["bias"], box["apart"] or 0.0), *cut]
 
 
 def test_the_numbers_of_the_details_are_those_of_the_json(read, report):
@@ -137,7 +142,8 @@ def test_the_numbers_of_the_details_are_those_of_the_json(read, report):
     assert len(rows) == len(report.lines)
     for shown, line in zip(rows, report.lines, strict=True):
         own, sequence = line.row(THREE_POLICIES), line.row(THREE_POLICIES, objective="sequence")
-        expected = (sequence.bias, own.cosine, own.variance, own.cut, own.left, own.clipped_bias)
+        noise, engine = line.in_box(REF_IS_OLD).kl_variance, line.truncated_bias(feed="engine")
+        expected = (sequence.bias, own.cosine, own.variance, own.cut, own.left, own.clipped_bias, noise, engine)
         assert shown["values"] == [v for v in expected if v is not None]
 
 
@@ -151,6 +157,14 @@ def test_the_plots_print_the_numbers_they_show(read, report):
         assert ("urkl", [two_digits(report.lines[0].row(s, lengths).kl_variance) for s in SCENARIOS]) in plotted
     corrected = next(line for line in report.lines if line.name == "grpo-corrected")
     assert ("grpo-corrected", [f"exact, then {bias_text(corrected.bias(ON_POLICY, 'variable'))}"]) in plotted
+
+
+def test_the_plot_of_truncated_sampling_shows_what_each_trainer_feeds(read, report):
+    plotted = {row["title"]: row["labels"] for row in read.rows if row["labels"]}
+    assert ["exact"] * 3 in [labels for title, labels in plotted.items() if "rpg-urkl" in title]
+    grpo = next(line for line in report.lines if line.name == "grpo")
+    assert [bias_text(grpo.truncated_bias(top_p)) for top_p in (0.95, 0.9, 0.7)] in plotted.values()
+    assert "given current, old and ref over the tokens that the sampler could draw" in " ".join(read.words)
 
 
 def test_dots_stand_where_their_numbers_are(text):

@@ -85,7 +85,8 @@ def test_json_on_stdout_is_all_that_is_there_and_complete(losses):
     done = process("audit", "rpg-urkl", "gspo", f"{losses}:right", f"{losses}:wrong", "--seeds", "2", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"command", "date", "versions", "subjects", "rows", "seeds", "beta", "drift", "messages"}
+    about = {"command", "date", "versions", "subjects", "seeds", "beta", "drift", "messages"}
+    assert set(found) == about | {"rows", "box", "truncated"}
     assert (found["seeds"], found["beta"], found["messages"]) == (2, 0.1, [])
     assert found["versions"]["rpg"] == rpg.__version__
     assert found["command"].startswith("rpg audit rpg-urkl gspo ")
@@ -104,6 +105,9 @@ def test_json_on_stdout_is_all_that_is_there_and_complete(losses):
     assert [s["right"] for s in found["subjects"]] == ["everywhere", "everywhere", "everywhere", "nowhere"]
     assert {s["source"] for s in found["subjects"]} == {f"rpg {rpg.__version__}", "user"}
     assert {s["dtype"] for s in found["subjects"]} == {"float64"}
+    assert [len(s["feeds"]) for s in found["subjects"]] == [1, 1, 3, 3]
+    assert len(found["box"]) == 4 * 2
+    assert len(found["truncated"]) == 3 * (1 + 1 + 3 + 3)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,28 @@ def test_a_clip_is_noticed_and_a_small_drift_stays_inside_it(losses):
     assert code == 0
     assert "do not answer" not in err
     assert "do not answer" not in inside("audit", f"{losses}:wrong", "--seeds", "1")[2]
+
+
+def test_strict_over_every_rpg_preset_passes():
+    code, out, err = inside("audit", "rpg-*", "--strict", "--seeds", "2")
+    assert (code, err) == (0, "")
+    total = sum(name.startswith("rpg-") for name in rpg.algorithms())
+    assert out.startswith(f"All {total} losses have the exact gradient in every setting.\n")
+    assert f"inside their clip, {total} of {total} are exact; under top-p 0.9 sampling {total}." in out
+
+
+def test_strict_says_what_is_wrong():
+    code, _, err = inside("audit", "dapo", "grpo", "atr-grpo", "--strict", "--seeds", "1")
+    assert code == 1
+    assert err.endswith("more than 1e-06: grpo (six settings, in the box, top-p); atr-grpo (six settings)\n")
+
+
+def test_a_loss_of_yours_is_told_what_top_p_does_to_it(losses):
+    out = " ".join(inside("audit", f"{losses}:right", "--seeds", "1")[1].split())
+    assert "under top-p 0.9: exact with current, old and ref over the tokens that the sampler could draw; " in out
+    assert re.search(
+        r"[\d.]+ % with current, old and ref over the whole vocabulary; [\d.]+ % with current and ref", out
+    )
 
 
 def test_strict_does_not_pass_what_is_undefined(losses):
@@ -170,18 +196,19 @@ def test_the_table_of_all_presets_fits_a_pipe(all_presets):
 def test_the_table_says_which_losses_are_right_and_where(all_presets):
     _, out, _ = all_presets
     lines = {name: line for line in reversed(out.splitlines()) if (name := line.strip().partition(" ")[0])}
-    assert re.search(r"✓ everywhere +urkl, token( +exact){5}$", lines["rpg-reinforce-urkl"])
-    assert re.search(r"✗ nowhere +rkl, token( +[\d.]+ %){5}$", lines["grpo"])
-    assert re.search(r"~ fixed lengths +urkl, token( +exact){3} +[\d.]+ % +exact$", lines["grpo-corrected"])
-    assert re.search(r"~ on-policy +no KL, seq\. +exact( +[\d.]+ %){3} +–$", lines["rloo"])
+    assert re.search(r"✓ everywhere +urkl, token( +exact){4} +[\d.]+ +exact$", lines["rpg-reinforce-urkl"])
+    assert re.search(r"✗ nowhere +rkl, token( +[\d.]+ %){4} +[\d.]+ +[\d.]+ %$", lines["grpo"])
+    assert re.search(r"~ fixed lengths +urkl, token +exact +[\d.]+ %( +exact){2} ", lines["grpo-corrected"])
+    assert re.search(r"~ on-policy +no KL, seq\.( +[\d.]+ %){2} +– +[\d.]+ % +– +[\d.]+ %$", lines["rloo"])
     right = sum("✓ everywhere" in line for line in lines.values())
     assert out.startswith(f"{right} of {len(rpg.algorithms())} losses have the exact gradient")
 
 
 def test_every_column_is_explained(all_presets):
     _, out, _ = all_presets
-    columns = ("right", "ascends", "on-policy", "ref=old", "three policies", "varied lengths", "KL term")
-    for title in (*columns, "sequence", "variance", "cut", "left", "exact"):
+    columns = ("right", "ascends", "off policy", "varied lengths", "KL term", "in the box", "KL noise", "top-p 0.9")
+    details = ("on-policy", "ref=old", "three policies", "sequence", "variance", "cut", "left", "apart", "engine's old")
+    for title in (*columns, *details, "top-p 0.95", "top-p 0.7", "exact"):
         assert re.search(rf"^{title} {{2,}}\S", out, re.MULTILINE), title
 
 

@@ -37,6 +37,7 @@ ORACLES = {  # the tests that a module's mutants are shown, quick ones first
     "advantages": ("baselines", "advantages"),
     "anchor": ("anchor",),
 }
+ONLY = {}  # of these modules the mutants of the functions and classes whose names begin so
 CPU_LIMIT_S = 60  # a mutant may loop for ever: that is a failure too
 
 # Not formulas: what is refused, how a draw is seeded, how Lambert's W is iterated (KL3's limits pin its values).
@@ -63,6 +64,24 @@ COMPARISONS = {
     ast.Is: (ast.IsNot,),
     ast.IsNot: (ast.Is,),
 }
+# What a row of the table chooses: names, switches and rules, each swapped for another of its kind.
+NAMES = [
+    *(("fkl", "rkl"), ("ufkl", "urkl"), ("k2", "k3"), ("token-mean", "seq-mean-token-mean"), ("old", "initial")),
+    *(("sequence", "sequence-mean"), ("seq-mean-token-sum", "constant"), ("group-mean", "group-mean-std")),
+    *(("leave-one-out", "greedy-baseline"), ("batch-whitening", "reward-to-go"), ("ref_logp", "keep")),
+]
+SWAPS = {name: other for pair in NAMES for name, other in (pair, pair[::-1])}
+SWITCHES = (
+    "dynamic_sampling",
+    "overlong_penalty",
+    "kl_in_clip",
+    "curvature_gate",
+    "scale_by_signal",
+    "whiten",
+    "baseline",
+)
+RULES = {"DualClip": "RPGClip", "RPGClip": "DualClip", "Box": "LogBox", "LogBox": "Box", "Unweighted": "Taper"}
+RULES |= {"Taper": "Unweighted"}
 DROPPED = ("detach", "neg", "neg_", "exp", "log", "square", "abs", "cumsum", "flip")  # x.exp() -> x
 AXIS = ("sum", "any", "cumsum", "flip", "unsqueeze", "log_softmax", "softmax", "gather", "topk", "cat")
 
@@ -111,6 +130,17 @@ def replacements(node, parents):
         yield ast.keyword("alpha", ast.UnaryOp(ast.USub(), node.value))
 
 
+def choices(node, parents):
+    """Another choice in a row of the table of methods."""
+    is_argument = isinstance(parents[-1], (ast.Call, ast.keyword, ast.Tuple))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_argument and node.value in SWAPS:
+        yield ast.Constant(SWAPS[node.value])
+    elif isinstance(node, ast.keyword) and node.arg in SWITCHES and isinstance(node.value, ast.Constant):
+        yield ast.keyword(node.arg, ast.Constant(not node.value.value))
+    elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "clip" and node.attr in RULES:
+        yield ast.Attribute(node.value, RULES[node.attr], ast.Load())
+
+
 def is_axis(node, parents):
     """The -1 of x.sum(-1): an axis counted from the other end is the same axis."""
     caller = parents[-2] if isinstance(parents[-1], ast.keyword) else parents[-1]
@@ -118,8 +148,11 @@ def is_axis(node, parents):
     return name in AXIS and isinstance(node.operand, ast.Constant)
 
 
-def mutants(tree):
-    """Every mutant of a module, named by function, expression before and after, in order of appearance."""
+def mutants(tree, rows=False):
+    """Every mutant of a module, named by function, expression before and after, in order of appearance.
+
+    With ``rows`` also those that choose otherwise in a row of the table of methods.
+    """
     found, seen = [], {}
 
     def visit(node, parents, where):
@@ -136,7 +169,8 @@ def mutants(tree):
                     inner = [*where, child.name]
                 elif not where and isinstance(child, ast.AnnAssign):
                     inner = [child.target.id]
-                for new in replacements(child, [*parents, node]):
+                others = choices(child, [*parents, node]) if rows else ()
+                for new in (*replacements(child, [*parents, node]), *others):
                     site = (node, field, index if isinstance(value, list) else None)
                     name = f"{'.'.join(inner) or 'module'}: {describe(site, child, new, parents)}"
                     seen[name] = seen.get(name, 0) + 1
@@ -152,8 +186,18 @@ def function_of(mutant):
     return "" if mutant is None else mutant.name.split(":")[0]
 
 
+def path_of(module):
+    """ "clip" is of the loss, "kernels/kept" says where it is: its path under the package, without the suffix."""
+    return module if "/" in module else f"loss/{module}"
+
+
 def of_module(module):
-    return mutants(ast.parse((PACKAGE / "loss" / f"{module}.py").read_text()))
+    return of_tree(module, ast.parse((PACKAGE / f"{path_of(module)}.py").read_text()))
+
+
+def of_tree(module, tree):
+    wanted = ONLY.get(module, ("",))
+    return [mutant for mutant in mutants(tree, rows=module == "methods") if function_of(mutant).startswith(wanted)]
 
 
 def describe(site, old, new, parents):
@@ -191,7 +235,10 @@ class Trees(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name not in self.trees:
             return None
-        return importlib.util.spec_from_loader(name, self, is_package=self.trees[name][2])
+        path, _, package = self.trees[name]
+        spec = importlib.util.spec_from_loader(name, self, origin=str(path), is_package=package)
+        spec.has_location = True  # some modules look for what lies beside them
+        return spec
 
     def exec_module(self, module):
         exec(self.codes[module.__name__], module.__dict__)
@@ -222,7 +269,7 @@ def first_failure(sources, promising):
     tests = []
     for name, code in sources.items():
         module = sys.modules[name] = ModuleType(name)
-        module.__file__ = str(TESTS / f"{name}.py")
+        module.__file__ = code.co_filename
         try:
             exec(code, module.__dict__)
         except Exception as error:
@@ -240,6 +287,16 @@ def first_failure(sources, promising):
     return None
 
 
+def full_name(module):
+    return "rpg." + path_of(module).replace("/", ".")
+
+
+def test_file(name):
+    """ "clip" is tests/loss/test_clip.py, "kernels/kept" is tests/kernels/test_kept.py."""
+    folder, _, stem = name.rpartition("/")
+    return (TESTS.parent / folder if folder else TESTS) / f"test_{stem}.py"
+
+
 def in_child(finder, module, mutant, sources, promising):
     """(pid, fd to read the outcome from). The child does not return."""
     read, write = os.pipe()
@@ -250,7 +307,7 @@ def in_child(finder, module, mutant, sources, promising):
     try:
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
         if mutant is not None:
-            finder.swap(f"rpg.loss.{module}", mutant)
+            finder.swap(full_name(module), mutant)
         os.write(write, json.dumps(first_failure(sources, promising)).encode())
     except BaseException as error:  # of this runner, not of a test
         os.write(write, json.dumps({"broken": repr(error)}).encode())
@@ -284,9 +341,9 @@ def run(module, jobs, skipped=()):
     sys.meta_path.insert(0, finder)
     brief_hypothesis()
     warm_up()
-    files = [TESTS / f"test_{name}.py" for name in ORACLES[module]]
+    files = [test_file(name) for name in ORACLES[module]]
     sources = {file.stem: compile(file.read_text(), str(file), "exec") for file in files}
-    waiting = [m for m in mutants(finder.trees[f"rpg.loss.{module}"][1]) if m.name not in skipped]
+    waiting = [m for m in of_tree(module, finder.trees[full_name(module)][1]) if m.name not in skipped]
     waiting, running = [None, *waiting], {}
     killers = defaultdict(Counter)  # function -> what killed its mutants: mostly that also kills the next one
     while waiting or running:

@@ -341,6 +341,21 @@ def test_what_the_loop_must_do_around_them():
     assert having(reference="old") == set(NAMES) - having(reference="initial") - {"warp", "distill"}
 
 
+def test_what_the_coefficients_do_not_show():
+    """The numbers of gates and bonuses, and what a method is nothing without."""
+    assert rpg.algorithm("clip-cov").loss.gate == rpg.gates.ClipCov(2e-4, 1.0, 5.0)
+    bonus = rpg.algorithm("skywork-or1").loss
+    assert (bonus.entropy_target, bonus.entropy_step, bonus.entropy_bonus_limit) == (0.2, 1e-4, 0.005)
+    b = Batch(0)
+    given = (b.logp, b.old, b.ref, b.a[:, None], b.mask.double())
+    plain, entropy = registry.plain_form("skywork-or1"), b.logp.abs()
+    assert plain(*given) == plain(*given, entropy=entropy) == plain(*given, alpha=0.5)
+    with_bonus = plain(*given, entropy=entropy, alpha=0.5)
+    torch.testing.assert_close(plain(*given) - with_bonus, 0.5 * (entropy * b.mask).sum() / b.mask.sum())
+    with pytest.raises(ValueError, match="keep is needed"):
+        rpg.algorithm("capo").loss(*b.args(), ref_logp=b.ref)
+
+
 # ---- overrides -------------------------------------------------------------------------------------------------------
 
 

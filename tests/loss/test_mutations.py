@@ -16,6 +16,7 @@ from loss import mutations
 
 NO_GRADIENT = "no gradient is taken here: the caller is under no_grad, or only compares. It saves memory"
 NO_MASS = "a boundary that random ratios never hit, and on which either side is right"
+BOTH_CUT = "where the KL term is inside, both rules cut whole samples by the sign of ω/w"
 SIZE = "vocabulary_kl: logits_BTV.element_size() < 4"
 REMOVED = "(first_BTV - second_BTV).masked_fill(first_BTV == float('-inf')"
 
@@ -88,7 +89,23 @@ EQUIVALENT = {
         "rpg_reinforce_rkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
         "rpg_reinforce_ufkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
         "rpg_reinforce_urkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
+        **dict.fromkeys((f"rpg_{kl}: clip.DualClip -> clip.RPGClip" for kl in ("rkl", "urkl")), BOTH_CUT),
+        **dict.fromkeys(
+            (f"rpg_reinforce_{kl}: clip.RPGClip -> clip.DualClip" for kl in ("fkl", "rkl", "ufkl")), BOTH_CUT
+        ),
         "cpgd_plain: A >= 0 -> A > 0": NO_MASS,
+        "dppo_tv_plain: A >= 0 -> A > 0": NO_MASS,
+        "dppo_tv_plain: gain > 0.15 -> gain >= 0.15": NO_MASS,
+        "dppo_tv_plain: gain < -0.15 -> gain <= -0.15": NO_MASS,
+        "dppo_kl_plain: kl > 0.05 -> kl >= 0.05": NO_MASS,
+        "dppo_kl_plain: A >= 0 -> A > 0": NO_MASS,
+        "dppo_kl_plain: q > p -> q >= p": NO_MASS,
+        "dppo_kl_plain: q < p -> q <= p": NO_MASS,
+        "clip_cov_plain: ppo_clip(r, A, 0, 2) -> ppo_clip(r, A, -1, 2)": "a ratio is positive",
+        "gmpo: clip.Box -> clip.LogBox": "of a token's clip the limits alone are used",
+        "gmpo_plain: A >= 0 -> A > 0": NO_MASS,
+        "vespo_plain: A >= 0 -> A > 0": NO_MASS,
+        "vespo_plain: A >= 0 -> A > 0 (#2)": NO_MASS,
         "atr_grpo_plain: r > 1 -> r >= 1": NO_MASS,
         "atr_grpo_plain: A >= 0 -> A > 0": NO_MASS,
         "atr_grpo_plain: k3(r) > 0.05 -> k3(r) >= 0.05": NO_MASS,

@@ -1,30 +1,37 @@
 """Is this loss's gradient the one that was meant? ``rpg.audit.check(loss)``, or ``rpg audit`` on the command line.
 
 Small autoregressive policies, all responses enumerated, float64: the expected gradient of a loss is compared with
-autograd on the exact objective, on-policy, off-policy with ref = old, and with three different policies.
+autograd on the exact objective, on-policy, off-policy with ref = old, and with three different policies. Then as
+shipped, clip on, where no clip acts; and where the sampler draws from the top-p of its policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any
 
 from ..loss.methods import Algorithm
 from ..loss.policy_loss import PolicyLoss
-from .measure import Measurement, Subject, measure, observe
-from .problem import SCENARIOS, EnumeratedBatch, EnumeratedProblem
+from .box import Box, BoxRow
+from .measure import Measurement, Subject, measure, observe, worst
+from .problem import FEEDS, SCENARIOS, EnumeratedBatch, EnumeratedProblem
 from .subjects import resolve
+from .truncated import DRIFT as LARGEST_TRUNCATED_DRIFT
+from .truncated import Truncated, TruncatedRow
 
 __all__ = [
+    "FEEDS",
     "SCENARIOS",
     "Audit",
     "AuditRow",
+    "BoxRow",
     "EnumeratedBatch",
     "EnumeratedProblem",
     "Measurement",
     "Subject",
+    "TruncatedRow",
     "check",
     "measure",
     "resolve",
@@ -64,6 +71,12 @@ class Audit:
     beta: float
     drift: float
     messages: list[str]
+    box: list[BoxRow] = field(default_factory=list)  # as shipped, where no clip acts
+    truncated: list[TruncatedRow] = field(default_factory=list)  # under top-p sampling
+
+    @property
+    def truncated_drift(self) -> float:
+        return min(self.drift, LARGEST_TRUNCATED_DRIFT)
 
     def select(self, **wanted: object) -> list[AuditRow]:
         return [r for r in self.rows if all(getattr(r, k) == v for k, v in wanted.items())]
@@ -95,8 +108,14 @@ def run(
     messages: Iterable[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Every subject in every scenario, at fixed and variable lengths, against its own and the other objective."""
-    rows = []
+    """Every subject in every scenario, at fixed and variable lengths, against its own and the other objective.
+
+    Then as shipped where its clip does nothing (``Audit.box``), and under truncated sampling (``Audit.truncated``).
+    """
+    rows: list[AuditRow] = []
+    in_box: list[BoxRow] = []
+    under_top_p: list[TruncatedRow] = []
+    box, top_p = Box(seeds, beta), Truncated(seeds, beta, drift)
     problems = {
         (scenario, variable): [
             EnumeratedProblem(scenario, variable, seed, beta=beta, drift=drift) for seed in range(seeds)
@@ -106,6 +125,8 @@ def run(
     }
     for subject in subjects:
         progress(subject.name)
+        in_box += box.rows(subject)
+        under_top_p += top_p.rows(subject)
         for (scenario, variable), instances in problems.items():
             observations = [observe(subject, problem) for problem in instances]
             for objective in dict.fromkeys((subject.objective, *OBJECTIVES)):
@@ -122,11 +143,11 @@ def run(
                         own=objective == subject.objective,
                         scenario=scenario,
                         lengths="variable" if variable else "fixed",
-                        worst_bias=max(m.bias for m in measured),
+                        worst_bias=worst(m.bias for m in measured),
                         **typical,  # type: ignore[arg-type]
                     )
                 )
-    return Audit(rows, seeds, beta, drift, list(messages))
+    return Audit(rows, seeds, beta, drift, list(messages), in_box, under_top_p)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from torch import Tensor
 from .problem import EnumeratedBatch, EnumeratedProblem
 
 Coefficients = Callable[[EnumeratedBatch, float], Tensor]
+
+
+def worst(values: Iterable[float]) -> float:
+    """The largest; nan, if there is one, is worse than any number."""
+    return max(values, key=lambda x: math.inf if math.isnan(x) else x)
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class Subject:
     clipped: Coefficients | None = None
     note: str = ""
     dtype: torch.dtype = torch.float64
+    gated: bool = False  # does it silence tokens wherever the ratios are?
+    feeds: tuple[str, ...] = ("renormalised",)  # of problem.FEEDS: what its trainer hands it, the usual one first
 
 
 @dataclass(frozen=True)
@@ -57,18 +65,24 @@ def observe(subject: Subject, problem: EnumeratedProblem) -> Observation:
     plain = subject.coefficients(b, beta)
     unrewarded = clipped = cut = None
     if subject.divergence != "none":
-        unrewarded = subject.coefficients(replace(b, advantages_N=torch.zeros_like(b.advantages_N)), beta)
+        unrewarded = subject.coefficients(b.with_rewards_times(0.0), beta)
     if subject.clipped is not None:
-        # A cut token's gradient no longer answers to the reward, though it does without the clip.
-        more = replace(b, advantages_N=b.advantages_N * (1 + 1e-3))
         clipped = subject.clipped(b, beta)
-        answer_NT = (subject.clipped(more, beta) - clipped).abs()
-        cut = (answer_NT < 0.01 * (subject.coefficients(more, beta) - plain).abs()) & b.mask_NT
+        cut = cut_off(subject, b, beta, plain, clipped)
     return Observation(plain, subject.coefficients(problem.at_rest.batch, beta), unrewarded, clipped, cut)
 
 
+def cut_off(subject: Subject, b: EnumeratedBatch, beta: float, plain_NT: Tensor, clipped_NT: Tensor) -> Tensor:
+    """Which tokens' gradients no longer answer to the reward, [N,T]: they do without the clip, if it can be opened."""
+    more = b.with_rewards_times(1 + 1e-3)
+    answer_NT = (subject.coefficients(more, beta) - plain_NT).abs()
+    if subject.clipped is None:
+        return (answer_NT == 0) & b.mask_NT
+    return ((subject.clipped(more, beta) - clipped_NT).abs() < 0.01 * answer_NT) & b.mask_NT
+
+
 def expected_gradient(problem: EnumeratedProblem, c_NT: Tensor) -> Tensor:
-    return torch.einsum("n,nt,ntp->p", problem.probability_N, c_NT, problem.score_NTP)
+    return c_NT.flatten() @ problem.weighted_score_KP
 
 
 def total_variance(problem: EnumeratedProblem, c_NT: Tensor) -> float:

@@ -9,10 +9,11 @@ from html import escape
 from pathlib import Path
 
 from ..console import percent_two_digits, tag, two_digits, unbroken
-from . import SCENARIOS, EnumeratedProblem
+from . import FEEDS, SCENARIOS, EnumeratedProblem
 from .summary import (
     LENGTHS,
     ON_POLICY,
+    REF_IS_OLD,
     RIGHT_WHERE,
     SHORT,
     THREE_POLICIES,
@@ -26,6 +27,7 @@ from .summary import (
     kl_finding,
     merge,
 )
+from .truncated import SHOWN, TOP_P
 
 Scale = Callable[[float], float]  # a value -> its place on a strip, in percent
 LENGTH_NAMES = {"fixed": "fixed lengths", "variable": "variable lengths"}
@@ -33,7 +35,8 @@ LENGTH_NAMES = {"fixed": "fixed lengths", "variable": "variable lengths"}
 
 def html(report: AuditReport) -> str:
     title = headline(report)
-    sections = [kl_section(report), lengths_section(report), variance_section(report), method_section(report)]
+    sections = [kl_section(report), lengths_section(report), truncated_section(report), variance_section(report)]
+    sections.append(method_section(report))
     body = [
         *_header(report, title),
         tag("main", *(section for section in sections if section), table_section(report), details(report)),
@@ -231,6 +234,37 @@ def lengths_section(report: AuditReport) -> str:
     )
 
 
+def truncated_section(report: AuditReport) -> str:
+    bodies = []
+    for library in report.libraries:
+        usual = library.lines[0].subject.feeds[0]
+        rows = [_library_row(library, 4, f"given {FEEDS[usual]}")]
+        for label, line in merge(library.lines, lambda line: tuple(line.truncated_bias(top_p) for top_p in TOP_P)):
+            biases = (line.truncated_bias(top_p) or 0.0 for top_p in TOP_P)
+            cells = (tag("td", dot_strip(b, bias_text(b), grade(b), BIAS, BIAS_TICKS)) for b in biases)
+            rows.append(tag("tr", tag("th", escape(label), scope="row"), *cells))
+        bodies.append(tag("tbody", *rows, class_="group"))
+    heads = (tag("th", tag("b", f"top-p {top_p:g}"), scope="col") for top_p in TOP_P)
+    head = tag("thead", tag("tr", tag("th"), *heads))
+    foot = tag("tfoot", tag("tr", tag("th"), *(tag("td", axis(BIAS, BIAS_TICKS)) for _ in TOP_P)))
+    caption = tag(
+        "figcaption",
+        f"Relative bias against the objective of π, μ and ref, each normalised over the tokens that the sampler kept; "
+        f"three policies, drift {report.audit.truncated_drift:g}, clip open.",
+    )
+    return tag(
+        "section",
+        tag("h2", "Truncated sampling: over which tokens is the ratio taken?"),
+        tag(
+            "p",
+            "With top-p, top-k or min-p the sampler draws from a part of the vocabulary. A ratio over the whole of it "
+            "then compares policies that nobody sampled from. Normalised over the kept tokens it is the right one.",
+        ),
+        tag("figure", tag("table", _widths("name", *["plotted"] * 3), head, *bodies, foot, class_="plot"), caption),
+        id="truncated",
+    )
+
+
 def variance_section(report: AuditReport) -> str:
     """Unbiased token-level losses of rpg, one row per divergence: what is left to choose by."""
     chosen: dict[str, Line] = {}
@@ -285,6 +319,10 @@ def method_section(report: AuditReport) -> str:
         "responses or all states, and shares no formula with the losses under test.",
         "Each loss runs as it ships and is differentiated with respect to every token's log π, with its clip bounds "
         "out of the way for the bias and back in place for what the clip does.",
+        "“In the box” is each loss as shipped, clip on, with policies so close that no ratio leaves the clip's bounds: "
+        "there the clip must change nothing, token by token.",
+        f"“Truncated” draws the samples from the top {SHOWN:g} of μ. The objective is that of the truncated policies, "
+        "and each loss is given what its trainer would give it.",
         f"Three scenarios separate the causes: {scenarios}.",
         "A loss's scale is calibrated where π = μ = ref, where every method must agree, so a bias is a wrong direction "
         "or a wrong balance of reward and KL and never just another learning rate.",
@@ -312,13 +350,14 @@ def table_section(report: AuditReport) -> str:
     over = "".join(
         tag("th", text, colspan=3, class_="three", scope="colgroup") for text in ("fixed lengths", "variable lengths")
     )
-    top = tag("tr", *(tag("th", class_="left") for _ in range(3)), over, tag("th", "KL term", scope="colgroup"))
+    ends = (tag("th", escape(text), scope="colgroup") for text in ("KL term", "in the box", "truncated"))
+    top = tag("tr", *(tag("th", class_="left") for _ in range(3)), over, *ends)
     names = "".join(tag("th", escape(text), class_="left", scope="col") for text in ("loss", "right", "ascends"))
-    columns = [*SHORT.values(), *SHORT.values(), SHORT[THREE_POLICIES]]
+    columns = [*SHORT.values(), *SHORT.values(), SHORT[THREE_POLICIES], "as shipped", f"top-p {SHOWN:g}"]
     head = tag("thead", top, tag("tr", names, *(tag("th", escape(text), scope="col") for text in columns)))
     bodies = []
     for library in report.libraries:
-        rows = [_library_row(library, 10)]
+        rows = [_library_row(library, 12)]
         for line in library.lines:
             biases = [(line.bias(s, n), i == 0) for n in LENGTHS for i, s in enumerate(SCENARIOS)]
             where = line.right_where
@@ -329,7 +368,7 @@ def table_section(report: AuditReport) -> str:
                     tag("td", where, class_=f"where {where}" if where in ("everywhere", "nowhere") else "where"),
                     tag("td", escape(line.claim), class_="claim"),
                     *(_bias_cell(bias, first) for bias, first in biases),
-                    _bias_cell(line.kl_bias(), first=True),
+                    *(_bias_cell(b, first=True) for b in (line.kl_bias(), line.box_error, line.truncated_bias())),
                 )
             )
         bodies.append(tag("tbody", *rows, class_="group"))
@@ -339,7 +378,10 @@ def table_section(report: AuditReport) -> str:
         "figcaption",
         escape(
             "Relative bias |E[g] − ∇J| / |∇J| against the objective of the loss's own level; the KL term alone with "
-            f"three policies. “ascends” is its divergence and the level its ratios are exact at. “right” is {where}."
+            "three policies. “In the box” is the loss as shipped, clip on, where no ratio leaves the clip's bounds: "
+            "its bias or, if larger, the error of one token's coefficient. “Truncated” is sampling from the "
+            f"top {SHOWN:g} of μ, against the objective of the truncated policies. “ascends” is its divergence and the "
+            f"level its ratios are exact at. “right” is {where}."
         ),
     )
     return tag(
@@ -348,7 +390,7 @@ def table_section(report: AuditReport) -> str:
         key,
         tag(
             "figure",
-            tag("table", _widths("name", "where", "claim", *["bias"] * 7), head, *bodies, class_="heat"),
+            tag("table", _widths("name", "where", "claim", *["bias"] * 9), head, *bodies, class_="heat"),
             caption,
         ),
         id="table",
@@ -356,7 +398,10 @@ def table_section(report: AuditReport) -> str:
 
 
 def details(report: AuditReport) -> str:
-    titles = ("loss", "vs. sequence", "cosine", "variance", "cut", "left", "clipped bias", "type", "setting")
+    titles = [
+        *("loss", "vs. sequence", "cosine", "variance", "cut", "left", "clipped bias"),
+        *("KL noise", "engine's old", "type", "setting"),
+    ]
     head = tag("thead", tag("tr", *(tag("th", title, scope="col") for title in titles)))
     bodies = []
     for library in report.libraries:
@@ -370,6 +415,8 @@ def details(report: AuditReport) -> str:
                 data(row.cut, percent_two_digits(row.cut)),
                 data(row.left, percent_two_digits(row.left)),
                 data(row.clipped_bias, bias_text(row.clipped_bias)),
+                data(noise := line.in_box(REF_IS_OLD).kl_variance, "–" if noise is None else two_digits(noise)),
+                data(engine := line.truncated_bias(feed="engine"), bias_text(engine)),
                 line.dtype,
             )
             note = tag("td", escape(line.subject.note), class_="note")
@@ -380,7 +427,9 @@ def details(report: AuditReport) -> str:
         "All with three policies and fixed lengths. “vs. sequence” is the bias against the sequence objective, "
         "whatever its level; “cosine” is that of the expected and the exact gradient; “variance” is over |∇J|²; “cut” "
         "is the share of tokens that the clip cuts off from the reward, “left” the gradient that remains on them over "
-        "|∇J|; “clipped bias” is the bias with the clip on.",
+        "|∇J|; “clipped bias” is the bias with the clip on; “KL noise” is the variance of the KL term's gradient over "
+        "its squared size, in the box with ref = old; “engine's old” is the bias under "
+        f"top-p {SHOWN:g} where old comes from the engine and the others are taken over the whole vocabulary.",
     )
     table = tag("div", tag("table", head, *bodies, class_="details"), class_="scroll")
     return tag(

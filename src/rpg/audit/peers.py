@@ -30,6 +30,11 @@ from .verl_worker import WIDE
 _INSTALL = "pip install 'rpg-rl[audit]'"
 _LENGTH = "1/|y| remains"
 
+# Under truncated sampling. TRL (GRPOTrainer._generate_and_score_completions) and verl (RayPPOTrainer.fit) compute the
+# old log-probabilities with the model in training, over the whole vocabulary. verl's bypass_mode and its asynchronous
+# trainer take the engine's, which vLLM normalises over the kept tokens (logprobs_mode=processed_logprobs in both).
+FEEDS = ("recomputed", "engine")
+
 RunLoss = Callable[[bool, EnumeratedBatch, float], Tensor]  # (clip, batch, beta) -> c_NT, 0 where masked
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -83,6 +88,7 @@ def _subject(
         dtype=dtype,
         coefficients=functools.partial(run, False),
         clipped=functools.partial(run, True) if clips else None,
+        feeds=FEEDS,
     )
 
 
@@ -263,6 +269,7 @@ def _liger_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: Enumera
         loss_type=loss.loss_type,
         importance_sampling_level=loss.level,
         max_completion_length=num_steps,
+        chunk_size=len(batch.tokens_NT),  # responses at once: how it is computed, not what
         compiled=False,
         **options,
     )

@@ -6,8 +6,9 @@ autograd. What a loss's gradient is compared with does not come from the formula
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 import torch
@@ -17,6 +18,14 @@ SCENARIOS = {
     "on-policy": "μ = π, ref elsewhere",
     "off-policy, ref = old": "μ = ref, π has moved: the paper's setting",
     "three policies": "π, μ and ref all differ",
+}
+AT_REST = "at rest"
+
+# What a trainer hands to its loss where the sampler drew from a truncated μ, as with top-p.
+FEEDS = {
+    "renormalised": "current, old and ref over the tokens that the sampler could draw",
+    "recomputed": "current, old and ref over the whole vocabulary",
+    "engine": "current and ref over the whole vocabulary, old as the sampler drew it",
 }
 
 
@@ -32,12 +41,18 @@ class EnumeratedBatch:
     advantages_N: Tensor
     mask_NT: Tensor
 
+    def with_rewards_times(self, factor: float) -> EnumeratedBatch:
+        return replace(self, advantages_N=factor * self.advantages_N)
+
 
 @dataclass(frozen=True)
 class EnumeratedProblem:
     """Three policies over ``vocabulary`` tokens and responses of at most ``length`` of them, sharing their parameters.
 
     A policy's logits in a state are a random feature vector times θ. With ``variable`` lengths token 0 ends a response.
+
+    With ``top_p`` below 1 samples come from the smallest set of μ's likeliest tokens that has this probability. The
+    policies of the objective are then π, μ and ref, each normalised over that set; ``feed`` says what a loss is given.
     """
 
     scenario: str
@@ -47,6 +62,9 @@ class EnumeratedProblem:
     vocabulary: int = 3
     length: int = 3
     drift: float = 0.5
+    top_p: float = 1.0
+    feed: str = "renormalised"
+    kept_from: EnumeratedProblem | None = None  # whose kept tokens these are; None: this problem's μ decides
 
     @cached_property
     def _draws(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -59,11 +77,11 @@ class EnumeratedProblem:
             mu = theta
         elif self.scenario == "off-policy, ref = old":
             ref = mu
-        elif self.scenario == "at rest":
+        elif self.scenario == AT_REST:
             mu = ref = theta
         elif self.scenario != "three policies":
             raise ValueError(f"unknown scenario {self.scenario!r}. Known: {', '.join(SCENARIOS)}")
-        rewards_N = torch.randn(len(self.tokens_NT), generator=rng, dtype=torch.float64)
+        rewards_N = torch.randn(len(self._complete_responses), generator=rng, dtype=torch.float64)
         return features_SF, theta, mu, ref, rewards_N
 
     @cached_property
@@ -73,12 +91,35 @@ class EnumeratedProblem:
         return [p for n in range(self.length) for p in product(alive, repeat=n)]
 
     @cached_property
-    def _responses(self) -> list[tuple[int, ...]]:
+    def _complete_responses(self) -> list[tuple[int, ...]]:
         if not self.variable:
             return list(product(range(self.vocabulary), repeat=self.length))
         return [(*p, 0) for p in self.prefixes] + [
             (*p, a) for p in self.prefixes if len(p) == self.length - 1 for a in range(1, self.vocabulary)
         ]
+
+    @cached_property
+    def _state_of(self) -> dict[tuple[int, ...], int]:
+        return {p: i for i, p in enumerate(self.prefixes)}
+
+    @cached_property
+    def kept_SV(self) -> Tensor:
+        """The tokens that the sampler can draw in each state."""
+        if self.kept_from is not None:
+            return self.kept_from.kept_SV
+        mu_SV, order_SV = self.logits_SV(self._draws[2]).softmax(-1).sort(-1, descending=True)
+        before_SV = mu_SV.cumsum(-1) - mu_SV
+        return torch.zeros_like(order_SV, dtype=torch.bool).scatter(-1, order_SV, before_SV < self.top_p)
+
+    @cached_property
+    def _possible_N(self) -> list[bool]:
+        """Which of the complete responses the sampler can draw."""
+        kept = self.kept_SV.tolist()
+        return [all(kept[self._state_of[y[:t]]][a] for t, a in enumerate(y)) for y in self._complete_responses]
+
+    @cached_property
+    def _responses(self) -> list[tuple[int, ...]]:
+        return [y for y, possible in zip(self._complete_responses, self._possible_N, strict=True) if possible]
 
     @cached_property
     def mask_NT(self) -> Tensor:
@@ -90,54 +131,86 @@ class EnumeratedProblem:
 
     @cached_property
     def state_NT(self) -> Tensor:
-        index = {p: i for i, p in enumerate(self.prefixes)}
-        return torch.tensor([[index.get(y[:t], 0) for t in range(self.length)] for y in self._responses])
+        return torch.tensor([[self._state_of.get(y[:t], 0) for t in range(self.length)] for y in self._responses])
 
     def logits_SV(self, theta: Tensor) -> Tensor:
         return self._draws[0] @ theta
 
+    def over_kept(self, logits_SV: Tensor) -> Tensor:
+        """Log-probabilities over the tokens that the sampler can draw; −inf elsewhere."""
+        return logits_SV.masked_fill(~self.kept_SV, -torch.inf).log_softmax(-1)
+
+    def over_all(self, logits_SV: Tensor) -> Tensor:
+        return logits_SV.log_softmax(-1)
+
+    def logp_SV(self, theta: Tensor) -> Tensor:
+        return self.over_kept(self.logits_SV(theta))
+
     def logp_NT(self, theta: Tensor) -> Tensor:
-        logp_SV = self.logits_SV(theta).log_softmax(-1)
+        return self._logp_NT(theta, EnumeratedProblem.over_kept)
+
+    def _logp_NT(self, theta: Tensor, over: Normalise) -> Tensor:
+        logp_SV = over(self, self.logits_SV(theta))
         return logp_SV[self.state_NT, self.tokens_NT].masked_fill(~self.mask_NT, 0)
 
     @property
     def theta(self) -> Tensor:
         return self._draws[1]
 
-    @property
+    @cached_property
     def rewards_N(self) -> Tensor:
-        return self._draws[4]
+        return self._draws[4][self._possible_N]
 
     @cached_property
     def batch(self) -> EnumeratedBatch:
-        _, theta, mu, ref, rewards_N = self._draws
+        """What the loss is given."""
+        _, theta, mu, ref, _ = self._draws
+        current, old = (partial(self._logp_NT, over=over) for over in FED_OVER[self.feed])
         return EnumeratedBatch(
             tokens_NT=self.tokens_NT,
-            logits_NTV=self.logits_SV(theta)[self.state_NT],
-            logp_NT=self.logp_NT(theta),
-            old_logp_NT=self.logp_NT(mu),
-            ref_logp_NT=self.logp_NT(ref),
-            advantages_N=rewards_N,
+            logits_NTV=self._fed_logits_SV()[self.state_NT],
+            logp_NT=current(theta),
+            old_logp_NT=old(mu),
+            ref_logp_NT=current(ref),
+            advantages_N=self.rewards_N,
             mask_NT=self.mask_NT,
         )
+
+    def _fed_logits_SV(self) -> Tensor:
+        """The current policy's; what it is not normalised over has no probability, though a finite logit."""
+        logits_SV = self.logits_SV(self.theta)
+        return logits_SV.masked_fill(~self.kept_SV, -1e4) if self.feed == "renormalised" else logits_SV
 
     @cached_property
     def probability_N(self) -> Tensor:
         """μ of each response: the weights of every expectation over samples."""
-        return self.batch.old_logp_NT.sum(-1).exp()
+        return self.logp_NT(self._draws[2]).sum(-1).exp()
 
     @cached_property
     def score_NTP(self) -> Tensor:
-        """∇θ log π of every token, flattened over the parameters; zero under the mask."""
-        jacobian: Tensor = torch.autograd.functional.jacobian(self.logp_NT, self.theta)  # type: ignore[no-untyped-call]
-        return jacobian.flatten(2)
+        """∇θ of the log π that the loss is given, flattened over the parameters; zero under the mask."""
+        features_SF, logits_SV = self._draws[0], self.logits_SV(self.theta).requires_grad_()
+        logp_SV = FED_OVER[self.feed][0](self, logits_SV)
+        # The states do not share logits, so one backward pass serves a token in all of them.
+        gradients = [
+            torch.autograd.grad(logp_SV[:, token].sum(), logits_SV, retain_graph=True)[0]
+            for token in range(self.vocabulary)
+        ]
+        by_logits_NTV = torch.stack(gradients, 1)[self.state_NT, self.tokens_NT]
+        score_NTFV = features_SF[self.state_NT].unsqueeze(-1) * by_logits_NTV.unsqueeze(-2)
+        return (score_NTFV * self.mask_NT[..., None, None]).flatten(2)
+
+    @cached_property
+    def weighted_score_KP(self) -> Tensor:
+        """μ of the response times its ∇ log π, [N·T, P]."""
+        return (self.probability_N[:, None, None] * self.score_NTP).flatten(0, 1)
 
     # ---- the objectives -------------------------------------------------------------------------------------------
 
     @cached_property
     def at_rest(self) -> EnumeratedProblem:
-        """The same current policy, with μ = ref = π: there every method must give ∇E[R]."""
-        return replace(self, scenario="at rest")
+        """The same responses and current policy, with μ = ref = π: there every method must give ∇E[R]."""
+        return replace(self, scenario=AT_REST, feed="renormalised", kept_from=self)
 
     @cached_property
     def _gradients(self) -> dict[tuple[str, str, bool], Tensor]:
@@ -164,25 +237,29 @@ class EnumeratedProblem:
 
     def _sequence(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """E_π[R] − β·D over whole responses."""
-        pi_N, ref_N = self.logp_NT(theta).sum(-1).exp(), self.batch.ref_logp_NT.sum(-1).exp()
+        pi_N, ref_N = (self.logp_NT(x).sum(-1).exp() for x in (theta, self._draws[3]))
         return (pi_N * rewards_N).sum() - self.beta * _kl(pi_N, ref_N, divergence)
 
     def _token(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """States and continuations frozen at μ: Σ_h μ(h)·{E_{a~π}[Q^μ(h,a)] − β·D(π(·|h), ref(·|h))}."""
-        pi_SV = self.logits_SV(theta).softmax(-1)
-        reach_SV = torch.zeros_like(pi_SV)  # μ(h,a): the probability that a response passes through h and then a
-        weighted_SV = torch.zeros_like(pi_SV)  # the same times the mean reward of what follows, μ(h,a)·Q^μ(h,a)
-        for n, t in self.mask_NT.nonzero().tolist():
-            state, token = self.state_NT[n, t], self.tokens_NT[n, t]
-            reach_SV[state, token] += self.probability_N[n]
-            weighted_SV[state, token] += self.probability_N[n] * rewards_N[n]
-        q_SV = weighted_SV / reach_SV
-        visits_S = reach_SV.sum(-1)
-        return (visits_S * ((pi_SV * q_SV).sum(-1) - self.beta * self._kl_S(theta, divergence))).sum()
+        reach_SV = self._passing(self.probability_N)  # μ(h,a): a response passes through h and then a
+        weighted_SV = self._passing(
+            self.probability_N * rewards_N
+        )  # μ(h,a)·Q^μ(h,a), Q the mean reward of what follows
+        q_SV = torch.where(reach_SV > 0, weighted_SV / reach_SV, 0.0)
+        gain_S = (self.logp_SV(theta).exp() * q_SV).sum(-1)
+        return (reach_SV.sum(-1) * (gain_S - self.beta * self._kl_S(theta, divergence))).sum()
+
+    def _passing(self, weight_N: Tensor) -> Tensor:
+        """The total weight of the responses that pass through a state and then a token."""
+        total_SV = torch.zeros(len(self.prefixes), self.vocabulary, dtype=weight_N.dtype)
+        weight_NT = weight_N.unsqueeze(-1).expand(self.mask_NT.shape)
+        passed = (self.state_NT[self.mask_NT], self.tokens_NT[self.mask_NT])
+        return total_SV.index_put(passed, weight_NT[self.mask_NT], accumulate=True)
 
     def _kl_S(self, theta: Tensor, divergence: str) -> Tensor:
-        pi_SV, ref_SV = self.logits_SV(theta).softmax(-1), self.logits_SV(self._draws[3]).softmax(-1)
-        return torch.stack([_kl(p, r, divergence) for p, r in zip(pi_SV, ref_SV, strict=True)])
+        policies = zip(self.logp_SV(theta).exp(), self.logp_SV(self._draws[3]).exp(), self.kept_SV, strict=True)
+        return torch.stack([_kl(p[kept], r[kept], divergence) for p, r, kept in policies])
 
     def _geometric(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """What the sequence-mean level optimises: each response's probability replaced by its |y|-th root.
@@ -190,18 +267,26 @@ class EnumeratedProblem:
         With p̃ = π^(1/|y|) and so on, E_μ[(p̃/μ̃)·R] − β·D(p̃, r̃), where D sums over responses weighted by μ/μ̃.
         """
         length_N = self.mask_NT.sum(-1)
-        logp_NT, b = self.logp_NT(theta), self.batch
-        pi_N, mu_N, ref_N = ((x.sum(-1) / length_N).exp() for x in (logp_NT, b.old_logp_NT, b.ref_logp_NT))
+        policies = (theta, *self._draws[2:4])
+        pi_N, mu_N, ref_N = ((self.logp_NT(x).sum(-1) / length_N).exp() for x in policies)
         measure_N = self.probability_N / mu_N
         return (measure_N * pi_N * rewards_N).sum() - self.beta * _kl(pi_N, ref_N, divergence, measure_N)
 
     def _geometric_token_kl(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """GSPO with a KL term as others add it: the geometric reward, and the KL of a response's states, averaged."""
         length_N = self.mask_NT.sum(-1)
-        visits_S = torch.zeros(len(self.prefixes), dtype=theta.dtype)
-        for n, t in self.mask_NT.nonzero().tolist():
-            visits_S[self.state_NT[n, t]] += self.probability_N[n] / length_N[n]
+        visits_S = self._passing(self.probability_N / length_N).sum(-1)
         return self._geometric(theta, "none", rewards_N) - self.beta * (visits_S * self._kl_S(theta, divergence)).sum()
+
+
+Normalise = Callable[[EnumeratedProblem, Tensor], Tensor]
+
+# feed -> over which tokens π and ref are normalised, and over which μ
+FED_OVER: dict[str, tuple[Normalise, Normalise]] = {
+    "renormalised": (EnumeratedProblem.over_kept, EnumeratedProblem.over_kept),
+    "recomputed": (EnumeratedProblem.over_all, EnumeratedProblem.over_all),
+    "engine": (EnumeratedProblem.over_all, EnumeratedProblem.over_kept),
+}
 
 
 def _kl(p: Tensor, q: Tensor, divergence: str, measure: Tensor | float = 1.0) -> Tensor:

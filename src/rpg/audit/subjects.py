@@ -20,13 +20,17 @@ from ..loss.methods import Algorithm, algorithm, algorithms
 from ..loss.objective import DIVERGENCES
 from ..loss.policy_loss import PolicyLoss
 from .measure import Coefficients, Subject
-from .problem import EnumeratedBatch
+from .problem import FEEDS, EnumeratedBatch
 
 OBJECTIVE_OF_LEVEL = {"token": "token", "sequence": "sequence", "sequence-mean": "geometric"}
 
 
 def unclipped(loss: PolicyLoss) -> PolicyLoss:
-    """The loss with its bounds out of the way. Without a ratio, or with a smooth gate, that is the weight."""
+    """The loss with its bounds out of the way. Without a ratio, or with a smooth weight, that is the loss itself."""
+    gate = None if loss.gate is not None and loss.gate.role == "keep" else loss.gate
+    loss = loss.replace(token_clip=None, gate=gate)
+    if loss.through_advantage:  # stated by name: what it adds stands inside the clip, so the clip stays, without bounds
+        return loss.replace(clip=clip.DualClip(None, None, None))
     if isinstance(loss.clip, clip.LogBox | clip.Truncate):
         return loss.replace(clip=type(loss.clip)(None, None))
     cuts = loss.clip is not None and loss.clip.action == "cut" and not isinstance(loss.clip, clip.Sigmoid)
@@ -41,7 +45,9 @@ def of_policy_loss(loss: PolicyLoss, name: str, source: str = "rpg") -> Subject:
             sized = loss.replace(beta=beta if loss.divergence != "none" else 0.0, control_variate=False)
             rollout_NT = b.old_logp_NT if loss.mismatch is not None else None
             keep = torch.ones_like(b.mask_NT) if "keep" in loss.needs else None
-            out = sized(logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT, rollout_NT, keep=keep)
+            entropy = _entropy(b.logits_NTV) if loss.gate is not None and loss.gate.needs_entropy else None
+            policies = (logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT, rollout_NT)
+            out = sized(*policies, keep=keep, entropy=entropy)
             (c_NT,) = torch.autograd.grad(out.loss.sum(), logp_NT)
             return c_NT * sized.count(b.mask_NT).double()
 
@@ -55,8 +61,14 @@ def of_policy_loss(loss: PolicyLoss, name: str, source: str = "rpg") -> Subject:
         divergence="rkl" if row is not None and not row.exact else loss.divergence,
         objective="sequence" if loss.kl_to_go and loss.level == "sequence" else OBJECTIVE_OF_LEVEL[loss.level],
         coefficients=coefficients(plain),
-        clipped=None if plain is loss else coefficients(loss),
+        clipped=None if plain == loss else coefficients(loss),
+        gated=loss.gate is not None,
     )
+
+
+def _entropy(logits_NTV: Tensor) -> Tensor:
+    logp_NTV = logits_NTV.log_softmax(-1)
+    return -(logp_NTV.exp() * logp_NTV).sum(-1)
 
 
 def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: str) -> Subject:
@@ -83,13 +95,13 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
         (c_NT,) = torch.autograd.grad(loss.sum(), logp_NT)
         return c_NT
 
-    return Subject(name, "user", divergence, objective, compute)
+    return Subject(name, "user", divergence, objective, compute, feeds=tuple(FEEDS))
 
 
 def share_without_reward(subject: Subject, batch: EnumeratedBatch, beta: float) -> float:
     """The share of tokens whose gradient stays the same when the rewards double: those that a clip cuts off."""
     c_NT = subject.coefficients(batch, beta)
-    doubled_NT = subject.coefficients(replace(batch, advantages_N=2 * batch.advantages_N), beta)
+    doubled_NT = subject.coefficients(batch.with_rewards_times(2.0), beta)
     return float((doubled_NT == c_NT)[batch.mask_NT].float().mean())
 
 

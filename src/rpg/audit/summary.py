@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ..console import two_digits
-from . import SCENARIOS, Audit, AuditRow, Subject
+from . import FEEDS, SCENARIOS, Audit, AuditRow, BoxRow, Subject, TruncatedRow
+from .measure import worst
+from .truncated import SHOWN
 
 EXACT = 1e-10  # rounding of float64
 RIGHT = 1e-6  # rounding of float32: right as well, though not to the last digit
@@ -61,6 +63,8 @@ class Line:
 
     subject: Subject
     rows: tuple[AuditRow, ...]
+    box: tuple[BoxRow, ...] = ()
+    truncated: tuple[TruncatedRow, ...] = ()
 
     def row(self, scenario: str, lengths: str = "fixed", objective: str | None = None) -> AuditRow:
         objective = objective or self.subject.objective
@@ -80,6 +84,30 @@ class Line:
     def worst(self) -> float:
         """Over every setting and seed, against its own objective."""
         return worst(r.worst_bias for r in self.rows if r.own)
+
+    def in_box(self, scenario: str) -> BoxRow:
+        """As shipped, where its clip does nothing."""
+        return next(r for r in self.box if r.scenario == scenario)
+
+    @property
+    def box_error(self) -> float:
+        """Of the expected gradient or, if larger, of one token's part in it: what is only noise counts as well."""
+        row = self.in_box(THREE_POLICIES)
+        return worst((row.bias, row.apart or 0.0))
+
+    def truncated_bias(self, top_p: float = SHOWN, feed: str | None = None) -> float | None:
+        """Under top-p sampling; None where nobody feeds it so."""
+        feed = feed or self.subject.feeds[0]
+        return next((r.bias for r in self.truncated if (r.top_p, r.feed) == (top_p, feed)), None)
+
+    @property
+    def checks(self) -> dict[str, float]:
+        """What --strict holds it to, each with the worst over the settings and seeds."""
+        return {
+            "six settings": self.worst,
+            "in the box": worst(r.worst for r in self.box),
+            "top-p": worst(r.worst_bias for r in self.truncated if r.usual),
+        }
 
     @property
     def name(self) -> str:
@@ -131,11 +159,6 @@ RIGHT_WHERE = {
 }
 
 
-def worst(values: Iterable[float]) -> float:
-    """The largest; nan, if there is one, is worse than any number."""
-    return max(values, key=lambda x: math.inf if math.isnan(x) else x)
-
-
 @dataclass(frozen=True)
 class Library:
     """The losses of one library."""
@@ -183,10 +206,9 @@ class AuditReport:
 
     @cached_property
     def lines(self) -> list[Line]:
-        rows: dict[str, list[AuditRow]] = {}
-        for row in self.audit.rows:
-            rows.setdefault(row.name, []).append(row)
-        return [Line(subject, tuple(rows[subject.name])) for subject in self.subjects]
+        audit = self.audit
+        rows, box, truncated = _by_name(audit.rows), _by_name(audit.box), _by_name(audit.truncated)
+        return [Line(s, rows[s.name], box[s.name], truncated[s.name]) for s in self.subjects]
 
     @cached_property
     def libraries(self) -> list[Library]:
@@ -212,11 +234,27 @@ class AuditReport:
                 "dtype": line.dtype,
                 "note": s.note,
                 "right": line.right_where,
+                "feeds": list(s.feeds),
             }
             for s, line in zip(self.subjects, self.lines, strict=True)
         ]
         about = {"command": self.command, "date": self.date, "versions": self.versions, "subjects": subjects}
         return _without_nan(about | self.audit.as_dict())  # type: ignore[no-any-return]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=_Named)
+
+
+def _by_name(rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
+    named: dict[str, tuple[Row, ...]] = {}
+    for row in rows:
+        named[row.name] = (*named.get(row.name, ()), row)
+    return named
 
 
 def _without_nan(x: Any) -> Any:
@@ -248,6 +286,24 @@ _ONLY = {
     "in part": "in some settings",
     "nowhere": "in none",
 }
+
+
+def shipped_finding(report: AuditReport) -> str:
+    """How many are exact with their clip on, where it does nothing, and how many under top-p sampling."""
+    total = len(report.lines)
+    box = sum(is_right(line.box_error) for line in report.lines)
+    truncated = sum(is_right(line.truncated_bias()) for line in report.lines)
+    return f"As shipped, inside their clip, {box} of {total} are exact; under top-p {SHOWN:g} sampling {truncated}."
+
+
+def feed_findings(report: AuditReport) -> list[str]:
+    """For your losses: what top-p sampling does to them, by what your trainer hands them."""
+    out = []
+    for line in report.lines:
+        if line.subject.source == "user" and len(line.subject.feeds) > 1:
+            biases = (f"{bias_text(line.truncated_bias(feed=feed))} with {FEEDS[feed]}" for feed in line.subject.feeds)
+            out.append(f"{line.label} under top-p {SHOWN:g}: {'; '.join(biases)}.")
+    return out
 
 
 def kl_finding(library: Library) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -13,8 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import percent_two_digits, printed, two_digits
-from . import SCENARIOS
-from .summary import EXACT, RIGHT_WHERE, SHORT, THREE_POLICIES, AuditReport, Line, bias_text, finding, grade
+from . import FEEDS, SCENARIOS
+from .summary import (
+    EXACT,
+    LENGTHS,
+    REF_IS_OLD,
+    RIGHT_WHERE,
+    SHORT,
+    THREE_POLICIES,
+    AuditReport,
+    Line,
+    bias_text,
+    feed_findings,
+    finding,
+    grade,
+    shipped_finding,
+)
+from .truncated import SHOWN, TOP_P
 
 COLOURS = {"exact": "green", "rounding": "green", "small": "yellow", "medium": "red", "large": "bold red"}
 MARKS = {"everywhere": "✓", "nowhere": "✗"}
@@ -40,14 +55,23 @@ def _plain(value: Callable[[Line], str]) -> Callable[[Line], Text]:
     return lambda line: Text(value(line))
 
 
+def _noise(variance: float | None) -> str:
+    if variance is None:
+        return "–"
+    return two_digits(variance) if variance < 1000 else f"{variance:,.0f}"
+
+
 def _verdict_cell(line: Line) -> Text:
     where = line.right_where
     colour = {"everywhere": "green", "nowhere": "red"}.get(where, "yellow")
     return Text(f"{MARKS.get(where, '~')} {where}", style=colour)
 
 
-def _scenario_columns(lengths: str, meanings: dict[str, str]) -> list[AuditColumn]:
-    return [AuditColumn(SHORT[s], meanings[s], _bias(lambda line, s=s: line.bias(s, lengths))) for s in SCENARIOS]  # type: ignore[misc]
+def _scenario_columns(lengths: str) -> list[AuditColumn]:
+    return [
+        AuditColumn(SHORT[s], f"relative bias, clip open; {text}", _bias(lambda line, s=s: line.bias(s, lengths)))  # type: ignore[misc]
+        for s, text in SCENARIOS.items()
+    ]
 
 
 _LOSS = AuditColumn("loss", "", _plain(lambda line: line.label), number=False)
@@ -58,12 +82,7 @@ _CLAIM = AuditColumn(
     number=False,
 )
 _RIGHT = AuditColumn("right", "where its expected gradient is the one of that objective", _verdict_cell, number=False)
-_FIXED = _scenario_columns(
-    "fixed", {s: f"relative bias, responses of one length; {text}" for s, text in SCENARIOS.items()}
-)
-_VARIABLE = _scenario_columns(
-    "variable", {s: f"relative bias, responses of different lengths; {text}" for s, text in SCENARIOS.items()}
-)
+_FIXED, _VARIABLE = (_scenario_columns(lengths) for lengths in LENGTHS)
 _WORST_VARIABLE = AuditColumn(
     "varied lengths",
     "the worst of the three where responses differ in length: a 1/|y| shows here",
@@ -95,6 +114,34 @@ _LEFT = AuditColumn(
     _plain(lambda line: percent_two_digits(line.row(THREE_POLICIES).left)),
 )
 
+_IN_BOX = AuditColumn(
+    "in the box",
+    "as shipped, clip on, ratios inside it: the bias or, if larger, one token's error",
+    _bias(lambda line: line.box_error),
+)
+_NOISE = AuditColumn(
+    "KL noise",
+    "variance of the KL term's gradient over its squared size; in the box, ref = old",
+    _plain(lambda line: _noise(line.in_box(REF_IS_OLD).kl_variance)),
+)
+_APART = AuditColumn(
+    "apart",
+    "in the box: a token's coefficient with and without the clip; relative to the largest",
+    _bias(lambda line: line.in_box(THREE_POLICIES).apart),
+)
+_TRUNCATED = {
+    top_p: AuditColumn(
+        f"top-p {top_p:g}",
+        f"relative bias if samples come from the top {top_p:g} of μ, held to π, μ, ref cut alike",
+        _bias(lambda line, top_p=top_p: line.truncated_bias(top_p)),  # type: ignore[misc]
+    )
+    for top_p in TOP_P
+}
+_ENGINE = AuditColumn(
+    "engine's old",
+    f"the same at {SHOWN:g}: old as the engine drew it, the others over the whole vocabulary",
+    _bias(lambda line: line.truncated_bias(feed="engine")),
+)
 _CLIPPED = AuditColumn(
     "clipped",
     "relative bias with the clip in place; three policies",
@@ -106,9 +153,22 @@ _COSINE = AuditColumn(
     _plain(lambda line: f"{line.row(THREE_POLICIES).cosine:.3f}"),
 )
 
-MAIN = [_LOSS, _RIGHT, _CLAIM, *_FIXED, _WORST_VARIABLE, _KL]
-DETAILS = [_LOSS, *_VARIABLE, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT]
-EVERYTHING = [_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT]
+_SHIPPED = [_IN_BOX, _NOISE, _APART]
+_OFF_POLICY = replace(_FIXED[-1], title="off policy", meaning="relative bias, clip open; π, μ and ref all differ")
+MAIN = [_LOSS, _RIGHT, _CLAIM, _OFF_POLICY, _WORST_VARIABLE, _KL, _IN_BOX, _NOISE, _TRUNCATED[SHOWN]]
+SETTINGS = [_LOSS, *_FIXED, *_VARIABLE]
+DETAILS = [_LOSS, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT, _APART]
+SAMPLING = [_LOSS, *_TRUNCATED.values(), _ENGINE]
+EVERYTHING = [
+    *(_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL),
+    *(*_SHIPPED, *_TRUNCATED.values(), _ENGINE),
+    *(_SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT),
+]
+TABLES = {
+    "Every setting: responses of one length, then of different lengths": SETTINGS,
+    "The sequence objective, variance and the clip": DETAILS,
+    "Truncated sampling": SAMPLING,
+}
 
 
 def show(report: AuditReport, verbose: bool = False) -> None:
@@ -118,15 +178,19 @@ def show(report: AuditReport, verbose: bool = False) -> None:
 
 def _show(report: AuditReport, to: Console, verbose: bool) -> None:
     to.print(Text(finding(report), style="bold"))
+    to.print(shipped_finding(report))
     to.print(f"Relative bias of the expected gradient against the exact one; {report.setup}.")
-    to.print("Clips are open; a token-level loss is held to the token-level objective. --verbose shows both choices.")
+    to.print("Clips are open but for “in the box”; a token-level loss is held to the token-level objective.")
     to.print(_table(report, MAIN))
     _explain(to, MAIN)
+    for text in feed_findings(report):
+        to.print(text)
     if verbose:
-        to.print()
-        to.print(Text("Responses of different lengths, the sequence objective, variance and the clip", style="bold"))
-        to.print(_table(report, DETAILS))
-        _explain(to, DETAILS)
+        for title, columns in TABLES.items():
+            to.print()
+            to.print(Text(title, style="bold"))
+            to.print(_table(report, columns))
+            _explain(to, columns)
         _notes(report, to)
     for message in report.audit.messages:
         to.print(Text(f"not audited: {message}", style="yellow"))
@@ -135,9 +199,9 @@ def _show(report: AuditReport, to: Console, verbose: bool) -> None:
 def _table(report: AuditReport, columns: list[AuditColumn]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in columns:
-        title = column.title.replace(" ", "\n") if " " in column.title else f"\n{column.title}"
+        first, _, last = column.title.rpartition(" ")
         justify: Literal["left", "right"] = "right" if column.number else "left"
-        table.add_column(title, justify=justify, no_wrap=column is not _LOSS, overflow="fold")
+        table.add_column(f"{first}\n{last}", justify=justify, no_wrap=column is not _LOSS, overflow="fold")
     for library in report.libraries:
         table.add_section()
         table.add_row(Text(library.heading, style="bold"))
@@ -149,9 +213,8 @@ def _table(report: AuditReport, columns: list[AuditColumn]) -> Table:
 
 def _explain(to: Console, columns: list[AuditColumn]) -> None:
     width = max(len(column.title) for column in columns)
-    for column in columns:
-        if column.meaning:
-            to.print(Text(f"{column.title:<{width}}  {column.meaning}", style="dim"))
+    for title, meaning in {column.title: column.meaning for column in columns if column.meaning}.items():
+        to.print(Text(f"{title:<{width}}  {meaning}", style="dim"))
     if _KL in columns:
         to.print(Text(f"{'exact':<{width}}  below {EXACT:g}, the rounding of float64", style="dim"))
 
@@ -170,7 +233,7 @@ def _notes(report: AuditReport, to: Console) -> None:
 
 def markdown(report: AuditReport) -> str:
     titles = [column.title for column in EVERYTHING]
-    for offset, lengths in ((3, "fixed"), (6, "variable")):
+    for offset, lengths in zip((3, 6), LENGTHS, strict=True):
         for i in range(len(SCENARIOS)):
             titles[offset + i] = f"{titles[offset + i]}, {lengths}"
     meanings = [c.meaning for c in EVERYTHING]
@@ -182,7 +245,8 @@ def markdown(report: AuditReport) -> str:
         "```",
         f"{report.version_text}; {report.date}; {report.setup}.",
         "",
-        f"**{finding(report)}** A bias is relative: |E[g] − ∇J| / |∇J|, by enumeration of every response.",
+        f"**{finding(report)}** {shipped_finding(report)} A bias is relative: |E[g] − ∇J| / |∇J|, by enumeration of "
+        "every response.",
         "",
     ]
     for library in report.libraries:
@@ -196,10 +260,18 @@ def markdown(report: AuditReport) -> str:
         out.append("")
     out += ["## What the columns say", ""]
     out += [f"- **{title}**: {text}" for title, text in zip(titles, meanings, strict=True) if text]
-    out += [f"- **exact**: below {EXACT:g}, the rounding of float64"]
+    out += [f"- **exact**: below {EXACT:g}, the rounding of float64", *_feeds(report)]
     out += [f"- **{where}**: {text}" for where, text in RIGHT_WHERE.items()]
     out += [f"- Not audited: {message}" for message in report.audit.messages]
     return "\n".join(out) + "\n"
+
+
+def _feeds(report: AuditReport) -> list[str]:
+    """What each library's trainer hands to its loss under truncated sampling."""
+    feeds: dict[str, list[str]] = {}
+    for library in report.libraries:
+        feeds.setdefault(library.lines[0].subject.feeds[0], []).append(library.title)
+    return [f"- **top-p**, {', '.join(titles)}: the loss is given {FEEDS[feed]}" for feed, titles in feeds.items()]
 
 
 def _row(cells: list[str]) -> str:
