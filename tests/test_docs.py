@@ -28,6 +28,14 @@ def test_every_target_is_in_the_help_of_make():
     assert set(re.search(r"^\.PHONY:(.*)", text, re.M)[1].split()) == guides.make_targets()
 
 
+def test_every_preset_has_its_source():
+    text = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`[^|]+) \|", text, re.M)
+    named = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert sorted(named) == sorted(set(named))
+    assert guides.algorithms() <= set(named)
+
+
 def sh(line: str) -> str:
     return f"```sh\n{line}\n```\n"
 
