@@ -336,6 +336,9 @@ def test_what_the_loop_must_do_around_them():
     assert having(dynamic_sampling=True) == {*RPG, "dapo", "high-entropy", "skywork-or1"}
     assert having(curvature_gate=True) == {"capo"}
     assert having(min_signal=0.6) == set(NAMES) - having(min_signal=0.0) == {"gpg"}
+    ranges = {n: rpg.algorithm(n).advantage.mapped_to for n in NAMES}
+    assert {n: r for n, r in ranges.items() if r} == {"topr": (-1.0, 1.0), "maxrl": (0.0, 1.0)}
+    assert {n for n in NAMES if rpg.algorithm(n).advantage.tau == 0.01} == {"pmd-partition"}
     assert having(reference="initial") == {"grpo", "grpo-corrected", "reinforce++", "reinforce++-baseline"}
     assert having(reference="average") | having(reference="teacher") == {"warp", "distill"}
     assert having(reference="old") == set(NAMES) - having(reference="initial") - {"warp", "distill"}
