@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import rpg
-from engine_verl.verl_engine import advantages_of, needs_verl, overrides_of, run_config
+from engine_verl.verl_engine import REFUSED, advantages_of, needs_verl, overrides_of, run_config
 from integrations.equivalence import Case, preset_case
 
 pytestmark = needs_verl
 
-ONE_OF_EACH = {rpg.algorithm(name).advantage: name for name in rpg.algorithms() if not rpg.algorithm(name).only_here}
+ONE_OF_EACH = {rpg.algorithm(name).advantage: name for name in rpg.algorithms() if name not in REFUSED}
 OPTIONS = [Case("rloo", {"advantage": {"beta": 0.3}}), Case("topr", {"advantage": {"constant": 0.25}})]
 OPTIONS += [Case("grpo", {"advantage": {"kind": "batch-mean"}})]
 

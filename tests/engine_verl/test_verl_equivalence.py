@@ -3,12 +3,12 @@
 import pytest
 
 import rpg
-from engine_verl.verl_engine import Job, needs_verl, sharing
+from engine_verl.verl_engine import REFUSED, Job, needs_verl, sharing
 from integrations.equivalence import Case, preset_case, same, through_rpg_train
 
 pytestmark = needs_verl
 
-CASES = [preset_case(name) for name in rpg.algorithms() if not rpg.algorithm(name).only_here]
+CASES = [preset_case(name) for name in rpg.algorithms() if name not in REFUSED]
 CASES += [
     Case("rpg-reinforce-urkl", {"beta": 0.1, "high": 0.1}),
     Case("rpg-reinforce-urkl", {"mismatch": "tis"}),

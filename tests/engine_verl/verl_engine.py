@@ -17,9 +17,12 @@ from pathlib import Path
 
 import pytest
 
+import rpg
+
 needs_verl = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None, reason="verl has an environment of its own: make test"
 )
+REFUSED = {"warp", *(name for name in rpg.algorithms() if rpg.algorithm(name).only_here)}  # warp: a moving average
 TESTS = Path(__file__).resolve().parent.parent
 ON_CPU = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "training_verl.cpu_platform", "OMP_NUM_THREADS": "1"}
 
