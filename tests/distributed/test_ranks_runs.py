@@ -93,7 +93,7 @@ def copied(source: Path, target: Path, step: int) -> Path:
 
 
 def test_two_ranks_are_one(launcher: Launcher, tmp_path: Path) -> None:
-    """The sampling policy is the reference; dynamic and truncated sampling; micro-batches of less than a rank's share."""
+    """The sampling policy is the reference; dynamic and truncated sampling; micro-batches of less than a share."""
     argv = [*TERSE, "--steps", "3", "--optim.micro_tokens", "120", "--optim.recompute", "true"]
     argv += ["--rollout.top_p", "0.9"]
     one, two = tmp_path / "one", tmp_path / "two"
