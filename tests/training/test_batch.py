@@ -11,7 +11,6 @@ import tiny
 from rpg import clip
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, RolloutConfig
-from rpg.training import batch as batch_module
 from rpg.training.batch import make_batch, micro_batches, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
@@ -78,9 +77,7 @@ def test_rows_keep_every_token_and_drop_needless_padding(batch):
     assert part.rollout_logp_BT is None
 
 
-@pytest.mark.parametrize("room", [2**30, 0], ids=["on the device", "on the host"])
-def test_rows_have_their_own_kept_sets(policy, room, monkeypatch):
-    monkeypatch.setattr(batch_module, "KEPT_BYTES", room)
+def test_rows_have_their_own_kept_sets(policy):
     made = tiny.groups(policy, kept=True)
     whole, rollouts = make_batch(made, 0, CPU), [r.rollout for group in made for r in group.responses]
     for index in ([7, 2, 10], [0], list(range(12))[::-1]):
@@ -99,6 +96,22 @@ def test_old_log_probabilities_and_the_reference_are_over_the_kept_sets(policy):
         torch.testing.assert_close(batch_logp(policy, sampled, tokens), sampled.old_logp_BT, rtol=0, atol=1e-5)
     whole = batch_logp(policy, replace(sampled, kept_ids_K=None), 20)
     assert float((whole - sampled.old_logp_BT).abs().max()) > 0.1
+
+
+def test_the_curvature_gate_is_over_the_kept_sets(policy, batch, tmp_path):
+    """Where nothing else could be drawn a token moves nothing, and no gate closes."""
+    algorithm = rpg.algorithm("capo")
+    whole = with_advantages(with_logp(batch, None, None, True), algorithm.advantage, None)
+    alone = replace(whole, kept_count_BT=whole.mask_BT.int(), kept_ids_K=tokens_of(whole).int())
+    for part, shut in ((whole, True), (alone, False)):
+        scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, kept=part.kept)
+        keep_BT = updater(policy, algorithm, tmp_path, lr=0.1)._keep(algorithm.loss, part, scored, 1.0, None)
+        assert bool((~keep_BT[part.mask_BT]).any()) == shut
+
+
+def tokens_of(batch):
+    row_N, t_N = batch.mask_BT.nonzero(as_tuple=True)
+    return batch.ids_BL[row_N, batch.start_B[row_N] + t_N]
 
 
 def packed_tokens(batch, rows):

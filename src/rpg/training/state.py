@@ -99,7 +99,8 @@ class RunState:
 
 def check_settings(config: Config, checkpoint: Checkpoint, context: RunContext) -> None:
     """What a run is made of cannot change on the way."""
-    then, now = _as_json(flat(Config())) | checkpoint.state["config"], _as_json(flat(config))  # older: fewer settings
+    defaults, now = _as_json(flat(Config())), _as_json(flat(config))
+    then = defaults | checkpoint.state["config"]  # a setting that is newer than the checkpoint had its default
     keys = {key for key in (*then, *now) if not key.startswith(FREE)}
     if changed := {key for key in keys if then.get(key) != now.get(key)}:
         names = ", ".join(sorted(changed))
