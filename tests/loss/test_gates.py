@@ -59,7 +59,7 @@ def test_high_entropy_keeps_the_share_with_the_highest():
 
 def test_clip_cov_cuts_a_random_few_of_the_right_ones():
     logp, old, a, mask, _ = batch()
-    rule = gates.ClipCov(share=0.05, low=0.2, high=1.5)
+    rule = gates.ClipCov(share=0.05, cov_low=0.2, cov_high=1.5)
     loss = PolicyLoss("none", 0, "differentiable", clip.Box(), reduction="none", gate=rule)
     chosen = loss.choose(logp, old, a, mask)
     w, number = (logp - old).exp(), int(0.05 * int(mask.sum()))
@@ -74,7 +74,7 @@ def test_clip_cov_cuts_a_random_few_of_the_right_ones():
     drawn = [batch(seed=s) for s in range(5)]
     cuts = {tuple(map(tuple, (~loss.choose(*x[:4])).nonzero().tolist())) for x in drawn}
     assert len(cuts) == 5
-    wide = loss.replace(gate=gates.ClipCov(share=1.0, low=0.2, high=1.5))
+    wide = loss.replace(gate=gates.ClipCov(share=1.0, cov_low=0.2, cov_high=1.5))
     assert {tuple(p) for p in (~wide.choose(logp, old, a, mask)).nonzero().tolist()} == candidates
     torch.testing.assert_close(
         gradient(loss, logp, old, a, mask), gradient(loss.replace(gate=None), logp, old, a, mask) * chosen
@@ -120,8 +120,8 @@ def test_shares_are_shares(gate):
             gate(share=share)
     published = gates.HighEntropy(0.2), gates.ClipCov(2e-4, 1.0, 5.0), gates.KLCov(2e-4)
     assert published == (gates.HighEntropy(), gates.ClipCov(), gates.KLCov())
-    with pytest.raises(ValueError, match="low < high"):
-        gates.ClipCov(low=2.0, high=1.0)
+    with pytest.raises(ValueError, match="cov_low < cov_high"):
+        gates.ClipCov(cov_low=2.0, cov_high=1.0)
     with pytest.raises(TypeError, match="gate"):
         PolicyLoss(gate="entropy")
 
@@ -141,6 +141,8 @@ def test_token_clip_bounds_each_token():
     torch.testing.assert_close(got, f64([0.0, -positive / 3, -positive / 3], [negative / 3, 0.0, negative / 3]))
     metrics = loss(logp, logp - log_w, a, mask).metrics
     assert float(metrics["ratio/max"]) == pytest.approx(max(positive, negative))
+    assert (float(metrics["clip/low"]), float(metrics["clip/high"])) == pytest.approx((1 / 6, 1 / 6))
+    assert (float(metrics["clip/bound_low"]), float(metrics["clip/bound_high"])) == (0.5, 2.0)
 
 
 def test_length_weighted_counts_a_response_once_a_token():

@@ -73,8 +73,8 @@ EQUIVALENT = {
     },
     "mismatch": {},
     "gates": {
-        "ClipCov.choose: covariance > self.low -> covariance >= self.low": NO_MASS,
-        "ClipCov.choose: covariance < self.high -> covariance <= self.high": NO_MASS,
+        "ClipCov.choose: covariance > self.cov_low -> covariance >= self.cov_low": NO_MASS,
+        "ClipCov.choose: covariance < self.cov_high -> covariance <= self.cov_high": NO_MASS,
         "ClipCov.choose: candidate.flatten().nonzero()[:, 0] -> candidate.flatten().nonzero()[:, -1]": (
             "one axis: the first is the last"
         ),

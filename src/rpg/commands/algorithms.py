@@ -84,7 +84,8 @@ def _show_algorithm(a: Algorithm) -> None:
         to.print(Text(f"{row}\n"), soft_wrap=True)
         to.print(Text("the same in plain torch: its gradient is the row's, and a test says so", style="bold"))
         to.print(Text(f"{plain}\n"), soft_wrap=True)
-        for key in ("divergence", "estimator", "clip", "level", "advantage", "reduction", "reference"):
+        rules = [key for key in ("token_clip", "gate") if d[key] != "none"]
+        for key in ("divergence", "estimator", "clip", *rules, "level", "advantage", "reduction", "reference"):
             note = "  (a response has one loss)" if key == "reduction" and d["level"] != "token" else ""
             to.print(f"{key:<12} {d[key]}{note}")
         switches = {"dynamic sampling": a.dynamic_sampling, "overlong penalty": a.overlong_penalty}

@@ -7,6 +7,7 @@ from typing import Any
 
 from .advantages import Advantage
 from .clip import Adaptive, Clip
+from .gates import Gate
 from .methods import Algorithm
 
 
@@ -22,6 +23,8 @@ def describe(a: Algorithm) -> dict[str, Any]:
         "beta": loss.beta,
         "estimator": loss.estimator,
         "clip": clip_text(loss.clip),
+        "token_clip": clip_text(loss.token_clip),
+        "gate": gate_text(loss.gate),
         "clip_bounds": bounds,
         "kl_in_clip": loss.kl_inside if loss.divergence != "none" else None,
         "level": loss.level,
@@ -36,16 +39,17 @@ def describe(a: Algorithm) -> dict[str, Any]:
 
 def _options(a: Algorithm) -> dict[str, Any]:
     """Everything that ``rpg.algorithm(name, option=…)`` can change, with its value."""
-    of_loss = {f.name: getattr(a.loss, f.name) for f in fields(a.loss) if f.name not in ("clip", "mismatch")}
+    rules = ("clip", "token_clip", "gate", "mismatch")
+    of_loss = {f.name: getattr(a.loss, f.name) for f in fields(a.loss) if f.name not in rules}
     if a.advantage.beta:  # its KL is in the reward, where the option goes too
         of_loss["beta"] = a.advantage.beta
-    of_clip = {} if a.loss.clip is None else _clip_fields(a.loss.clip)
+    of_rules = {k: v for rule in (a.loss.gate, a.loss.clip) if rule is not None for k, v in _fields_of(rule).items()}
     around = ("reference", "dynamic_sampling", "overlong_penalty", "curvature_gate")
     advantage = {f.name: getattr(a.advantage, f.name) for f in fields(a.advantage)}
-    return of_loss | of_clip | {"advantage": advantage} | {name: getattr(a, name) for name in around}
+    return of_loss | of_rules | {"advantage": advantage} | {name: getattr(a, name) for name in around}
 
 
-def _clip_fields(rule: Clip) -> dict[str, Any]:
+def _fields_of(rule: Clip | Gate) -> dict[str, Any]:
     return {f.name: getattr(rule, f.name) for f in fields(rule)}  # type: ignore[arg-type]
 
 
@@ -59,9 +63,16 @@ def clip_text(rule: Clip | None) -> str:
     bounds = {(0.0, float("inf")): "", (1.0, 1.0): " w = 1"}.get((low, high))
     if bounds is None:
         bounds = f" ≤ {high:.5g}" if low == 0 else f" {low:.5g}–{high:.5g}"
-    rest = {k: v for k, v in _clip_fields(rule).items() if k not in ("low", "high") and v is not None}
+    rest = {k: v for k, v in _fields_of(rule).items() if k not in ("low", "high") and v is not None}
     texts = [f", {k}={v:g}" if isinstance(v, float) else f", {k}={v}" for k, v in rest.items()]
     return f"{type(rule).__name__}{bounds}" + "".join(texts)
+
+
+def gate_text(gate: Gate | None) -> str:
+    """HighEntropy, share=0.2"""
+    if gate is None:
+        return "none"
+    return type(gate).__name__ + "".join(f", {k}={v:g}" for k, v in _fields_of(gate).items())
 
 
 def advantage_text(advantage: Advantage) -> str:

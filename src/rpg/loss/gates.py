@@ -68,21 +68,23 @@ class HighEntropy(Gate):
 
 @dataclass(frozen=True)
 class ClipCov(Gate):
-    """Of the tokens whose covariance is within (low, high) a random few do not learn (Clip-Cov, arXiv 2505.22617)."""
+    """A random few of the tokens with a covariance between two bounds do not learn (Clip-Cov, arXiv 2505.22617)."""
 
     share: float = 2e-4
-    low: float = 1.0
-    high: float = 5.0
+    cov_low: float = 1.0
+    cov_high: float = 5.0
 
     def __post_init__(self) -> None:
         _check_share(self.share)
-        if not self.low < self.high:
-            raise ValueError(f"give low < high, the covariances that count; got {self.low}, {self.high}")
+        if not self.cov_low < self.cov_high:
+            raise ValueError(
+                f"give cov_low < cov_high, the covariances that count; got {self.cov_low}, {self.cov_high}"
+            )
 
     @torch.no_grad()
     def choose(self, x: Tokens) -> Tensor:
         covariance = x.covariance()
-        candidate = (covariance > self.low) & (covariance < self.high) & x.mask & ~x.clipped
+        candidate = (covariance > self.cov_low) & (covariance < self.cov_high) & x.mask & ~x.clipped
         places = candidate.flatten().nonzero()[:, 0]
         drawn = _shuffled(places, x.logp[x.mask])[: _number(self.share, x.mask)]
         keep = torch.ones_like(candidate).flatten()

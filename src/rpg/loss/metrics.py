@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from .clip import Clip
 from .inputs import Inputs
 from .objective import at_level, k3
 from .terms import Terms
@@ -28,6 +29,7 @@ def measure(
     to_go_BT: Tensor | None,
     correction: Tensor | None,
     entropy_BT: Tensor | None,
+    token_clip: Clip | None = None,
 ) -> dict[str, Tensor]:
     """``rho_level``: of the mismatch rule. ``to_go_BT``: the KL term's part of ω, where it is a reward-to-go."""
     limit, logp, mask, clip = terms.ratios.limit, x.logp.detach(), x.mask, terms.clip
@@ -61,14 +63,9 @@ def measure(
 
     # what is cut, and what drives the gradient
     if clip is not None:
-        below, above = clip.outside(w, terms.signed_advantage, terms.seen)
-        dual = above & (terms.signed_advantage < 0) if clip.action == "cut" else torch.zeros_like(above)
-        out["clip/low"], out["clip/dual"] = _mean(below, valid), _mean(dual, valid)
-        out["clip/high"] = _mean(above & ~dual, valid)
-        low, high = clip.bounds()
-        out["clip/bound_low"] = w.new_tensor(low)
-        if math.isfinite(high):  # no upper bound, no metric: infinity is no JSON
-            out["clip/bound_high"] = w.new_tensor(high)
+        out |= _cut(clip, clip.outside(w, terms.signed_advantage, terms.seen), terms.signed_advantage, valid)
+    elif token_clip is not None:
+        out |= _cut(token_clip, token_clip.outside(token_w, terms.advantage[:, None]), terms.advantage[:, None], mask)
     if terms.kl is not None or to_go_BT is not None:
         reward = (terms.weight * terms.advantage).abs()
         if to_go_BT is None:
@@ -90,6 +87,18 @@ def measure(
     if correction is not None:
         out["mismatch/dropped"] = _mean(correction == 0, mask if correction.dim() == 2 else x.length > 0)
     return {name: value.float() for name, value in out.items()}
+
+
+def _cut(clip: Clip, outside: tuple[Tensor, Tensor], advantage: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """Shares of the samples below and above their limits, and those limits."""
+    below, above = outside
+    dual = above & (advantage < 0) if clip.action == "cut" else torch.zeros_like(above)
+    out = {"low": _mean(below, valid), "dual": _mean(dual, valid), "high": _mean(above & ~dual, valid)}
+    low, high = clip.bounds()
+    out["bound_low"] = valid.new_tensor(low)
+    if math.isfinite(high):  # no upper bound, no metric: infinity is no JSON
+        out["bound_high"] = valid.new_tensor(high)
+    return {f"clip/{name}": value for name, value in out.items()}
 
 
 def _mean(values: Tensor, weight: Tensor) -> Tensor:

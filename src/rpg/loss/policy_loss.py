@@ -358,7 +358,8 @@ class PolicyLoss:
             loss = loss * old_mass
         loss = self.reduce(loss, x.length, denominator)
         rho_level = None if self.mismatch is None else self.mismatch.level_for(self.level)
-        return LossOutput(loss, lambda: measure(terms, x, self.level, rho_level, to_go_BT, correction, entropy))
+        seen = (self.level, rho_level, to_go_BT, correction, entropy, self.token_clip)
+        return LossOutput(loss, lambda: measure(terms, x, *seen))
 
     def _check_call(
         self,

@@ -198,9 +198,13 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     loss_given = overrides.get("loss", chosen.loss)
     rule = overrides.get("clip", loss_given.clip if isinstance(loss_given, PolicyLoss) else None)
     clip_fields = {f.name for f in fields(rule)} if is_dataclass(rule) else set()
+    gate = overrides.get("gate", loss_given.gate if isinstance(loss_given, PolicyLoss) else None)
+    gate_fields = {f.name for f in fields(gate)} - clip_fields if is_dataclass(gate) else set()
     for key in overrides:
-        if key not in algorithm_fields | loss_fields | clip_fields:
-            raise ValueError(choose(f"option of {name!r}", key, algorithm_fields | loss_fields | clip_fields))
+        if key not in algorithm_fields | loss_fields | clip_fields | gate_fields:
+            raise ValueError(
+                choose(f"option of {name!r}", key, algorithm_fields | loss_fields | clip_fields | gate_fields)
+            )
     chosen = replace(chosen, **{k: v for k, v in overrides.items() if k in algorithm_fields})  # type: ignore[arg-type]
     changes = {k: v for k, v in overrides.items() if k in loss_fields}
     if "beta" in changes and changes.get("divergence", chosen.loss.divergence) == "none":
@@ -220,6 +224,9 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     inner = {k: v for k, v in overrides.items() if k in clip_fields - loss_fields}
     if inner:
         changes["clip"] = replace(rule, **inner)  # type: ignore[type-var]
+    inner = {k: v for k, v in overrides.items() if k in gate_fields - loss_fields}
+    if inner:
+        changes["gate"] = replace(gate, **inner)  # type: ignore[type-var]
     loss = chosen.loss.replace(**changes)
     same = loss == chosen.loss and chosen.advantage == _PRESETS[name]().advantage
     formula = chosen.formula if same else f"{chosen.formula} Changed: {', '.join(overrides)}."
