@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import fnmatch
 import functools
 import io
 import re
@@ -202,7 +203,8 @@ def _wrong_line(args: list[str]) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     if parsed.command == "audit":
-        yield from (f"no algorithm {name}" for name in parsed.losses if ":" not in name and name not in algorithms())
+        named = (name for name in parsed.losses if ":" not in name)
+        yield from (f"no algorithm {name}" for name in named if not fnmatch.filter(algorithms(), name))
 
 
 def _wrong_flags(args: list[str]) -> Iterator[str]:

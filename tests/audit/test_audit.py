@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rpg import PolicyLoss, algorithm, algorithms, audit, clip
-from rpg.audit.box import Box
+from rpg.audit.box import BoxProblems
 from rpg.audit.measure import calibrate, measure, observe
 from rpg.audit.problem import SCENARIOS, EnumeratedProblem
 from rpg.audit.summary import AuditReport
-from rpg.audit.truncated import Truncated
+from rpg.audit.truncated import TruncatedProblems
 
 EXACT = 1e-10
 ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
@@ -295,7 +295,7 @@ OFF_POLICY = [REF_IS_OLD, THREE_POLICIES]
 
 
 def in_the_box(loss, scenario=REF_IS_OLD, seeds=2, beta=0.1):
-    return next(row for row in Box(seeds, beta).rows(audit.resolve(loss)) if row.scenario == scenario)
+    return next(row for row in BoxProblems(seeds, beta).rows(audit.resolve(loss)) if row.scenario == scenario)
 
 
 def table_weight(divergence, a, w, v, log_u, beta):
@@ -408,14 +408,14 @@ def test_nothing_is_truncated_at_top_p_1():
 
 @pytest.mark.parametrize("name", [*RPG, "dapo", "gspo", "cispo"])
 def test_fed_over_the_kept_tokens_a_right_loss_is_exact_at_every_top_p(name):
-    rows = Truncated(2, 0.1, 0.5).rows(audit.resolve(name))
+    rows = TruncatedProblems(2, 0.1, 0.5).rows(audit.resolve(name))
     assert [(r.top_p, r.feed, r.usual) for r in rows] == [(p, "renormalised", True) for p in (0.95, 0.9, 0.7)]
     assert max(r.worst_bias for r in rows) < EXACT
 
 
 def test_the_whole_vocabularys_ratio_is_biased_the_more_the_more_is_cut():
     """A token-level ratio π(whole)/μ(kept) against the truncated objective: some 5, 10 and 30 %."""
-    rows = Truncated(10, 0.1, 0.5).rows(audit.resolve(exact_rkl))
+    rows = TruncatedProblems(10, 0.1, 0.5).rows(audit.resolve(exact_rkl))
     biases = {(r.feed, r.top_p): r.bias for r in rows}
     assert set(biases) == {(feed, p) for feed in audit.FEEDS for p in (0.95, 0.9, 0.7)}
     assert max(biases["renormalised", p] for p in (0.95, 0.9, 0.7)) < EXACT

@@ -14,12 +14,12 @@ from typing import Any
 
 from ..loss.methods import Algorithm
 from ..loss.policy_loss import PolicyLoss
-from .box import Box, BoxRow
+from .box import BoxProblems, BoxRow
 from .measure import Measurement, Subject, measure, observe, worst
 from .problem import FEEDS, SCENARIOS, EnumeratedBatch, EnumeratedProblem
 from .subjects import resolve
 from .truncated import DRIFT as LARGEST_TRUNCATED_DRIFT
-from .truncated import Truncated, TruncatedRow
+from .truncated import TruncatedProblems, TruncatedRow
 
 __all__ = [
     "FEEDS",
@@ -115,7 +115,7 @@ def run(
     rows: list[AuditRow] = []
     in_box: list[BoxRow] = []
     under_top_p: list[TruncatedRow] = []
-    box, top_p = Box(seeds, beta), Truncated(seeds, beta, drift)
+    box, top_p = BoxProblems(seeds, beta), TruncatedProblems(seeds, beta, drift)
     problems = {
         (scenario, variable): [
             EnumeratedProblem(scenario, variable, seed, beta=beta, drift=drift) for seed in range(seeds)

@@ -40,7 +40,7 @@ class _Seen:
     cut: bool  # does a token no longer answer to the reward?
 
 
-class Box:
+class BoxProblems:
     """The problems, made once for all losses."""
 
     def __init__(self, seeds: int, beta: float) -> None:

@@ -31,7 +31,7 @@ class TruncatedRow:
     worst_bias: float
 
 
-class Truncated:
+class TruncatedProblems:
     """The problems, made once for all losses."""
 
     def __init__(self, seeds: int, beta: float, drift: float) -> None:
