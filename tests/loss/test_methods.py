@@ -349,6 +349,9 @@ def test_what_the_coefficients_do_not_show():
     assert rpg.algorithm("clip-cov").loss.gate == rpg.gates.ClipCov(2e-4, 1.0, 5.0)
     bonus = rpg.algorithm("skywork-or1").loss
     assert (bonus.entropy_target, bonus.entropy_step, bonus.entropy_bonus_limit) == (0.2, 1e-4, 0.005)
+    assert rpg.algorithm("pmd-partition").advantage.tau == 0.01
+    assert rpg.algorithm("topr").advantage.mapped_to == (-1, 1)
+    assert rpg.algorithm("maxrl").advantage.mapped_to == (0, 1)
     b = Batch(0)
     given = (b.logp, b.old, b.ref, b.a[:, None], b.mask.double())
     plain, entropy = registry.plain_form("skywork-or1"), b.logp.abs()
