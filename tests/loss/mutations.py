@@ -36,8 +36,19 @@ ORACLES = {  # the tests that a module's mutants are shown, quick ones first
     "methods": ("methods",),
     "advantages": ("baselines", "advantages"),
     "anchor": ("anchor",),
+    "kernels/kept": ("kernels/kept_oracle",),
+    "kernels/sample_torch": ("kernels/kept_oracle",),
+    "kernels/logp": ("kernels/kept_oracle",),
+    "rollout/kept": ("training/kept_stored",),
+    "training/batch": ("training/kept_stored",),
 }
-ONLY = {}  # of these modules the mutants of the functions and classes whose names begin so
+ONLY = {  # of these modules the mutants of the functions and classes whose names begin so
+    "kernels/kept": ("Kept", "Columns", "Gathered", "_"),
+    "kernels/sample_torch": ("truncate", "sample_kept"),
+    "kernels/logp": ("softmax_logp", "_run"),
+    "rollout/kept": ("KeptIds", "KeptStore", "KeptPool"),
+    "training/batch": ("Batch.kept", "Batch._kept_ids", "_kept"),
+}
 CPU_LIMIT_S = 60  # a mutant may loop for ever: that is a failure too
 
 # Not formulas: what is refused, how a draw is seeded, how Lambert's W is iterated (KL3's limits pin its values).

@@ -17,6 +17,15 @@ from loss import mutations
 NO_GRADIENT = "no gradient is taken here: the caller is under no_grad, or only compares. It saves memory"
 NO_MASS = "a boundary that random ratios never hit, and on which either side is right"
 BOTH_CUT = "where the KL term is inside, both rules cut whole samples by the sign of ω/w"
+ONE_AXIS = "one axis: the first is the last"
+TWO_AXES = "two axes: the second is the last"
+BEFORE_USE = "the first chunk sets it"
+ENDS = "self._width, self._ends = ({}, [0])"
+AT_A_TIME = "CHUNK.get(kept.ids_K.device.type, CHUNK['cpu']) // width"
+LAST = "(inside_BV.sum(-1, keepdim=True) - 1)"
+DRAWN = "logp_BV.gather(-1, token_B1)"
+HIDDEN = "logp_NV.masked_fill(outside_NV"
+TARGETS = "logp_NV.gather(-1, target_N.unsqueeze(-1))"
 SIZE = "vocabulary_kl: logits_BTV.element_size() < 4"
 REMOVED = "(first_BTV - second_BTV).masked_fill(first_BTV == float('-inf')"
 
@@ -125,6 +134,43 @@ EQUIVALENT = {
     },
     "anchor": {
         "Renewal.due: self.average_kl > self.config.kl -> self.average_kl >= self.config.kl": NO_MASS,
+    },
+    "kernels/kept": {
+        f"Columns.__init__: {ENDS.format(0)} -> {ENDS.format(1)}": BEFORE_USE,
+        f"Columns.__init__: {ENDS.format(0)} -> {ENDS.format(-1)}": BEFORE_USE,
+        "Columns.__init__: [0] -> [1]": BEFORE_USE,
+        "Columns.__init__: [0] -> [-1]": BEFORE_USE,
+        "Columns.hide: len(logits_NC) < self.kept.size -> len(logits_NC) <= self.kept.size": "none is elsewhere",
+        "Gathered.forward: hidden_NH.shape[1] -> hidden_NH.shape[0]": "how many at a time",
+        "Gathered.backward: hidden_NH.shape[1] -> hidden_NH.shape[0] (#2)": "how many at a time",
+        f"_parts: max(1, {AT_A_TIME}) -> max(2, {AT_A_TIME})": "how many at a time",
+        "Gathered.backward: len(used_U) if needs_weight else 0 -> len(used_U) if needs_weight else 1": "not used then",
+    },
+    "kernels/sample_torch": {
+        "truncate: default 1.0 -> 2.0": "asks nothing either",
+        "truncate: default 0 -> -1": "asks nothing either",
+        "truncate: default 0.0 -> -1.0": "asks nothing either",
+        "truncate: logits_BV.shape[-1] -> logits_BV.shape[1]": TWO_AXES,
+        "truncate: logits_BV.amax(-1, keepdim=True) -> logits_BV.amax(1, keepdim=True)": TWO_AXES,
+        "truncate: logits_BV.sort(dim=-1, descending=True) -> logits_BV.sort(dim=1, descending=True)": TWO_AXES,
+        f"truncate: {LAST}.clamp_(min=0) -> {LAST}.clamp_(min=-1)": "none inside only where logits are NaN",
+        "sample_kept: temperature != 1 -> temperature != 0": "a division by 1",
+        "sample_kept: uniform_B.double() * cumulative_BV[:, -1] -> uniform_B.double()": "1 but for rounding",
+        "sample_kept: logp_BV.shape[-1] -> logp_BV.shape[1]": TWO_AXES,
+        "sample_kept: logp_BV.shape[-1] - 1 -> logp_BV.shape[-1] + 1": "past the end only where logits are NaN",
+        "sample_kept: logp_BV.shape[-1] - 1 -> logp_BV.shape[-1] - 0": "past the end only where logits are NaN",
+        "sample_kept: token_B1.squeeze(-1) -> token_B1.squeeze(1)": TWO_AXES,
+        f"sample_kept: {DRAWN}.squeeze(-1) -> {DRAWN}.squeeze(1)": TWO_AXES,
+    },
+    "kernels/logp": {
+        f"softmax_logp: {HIDDEN}, 0.0) -> {HIDDEN}, 1.0)": "multiplied by a probability of 0",
+        f"softmax_logp: {HIDDEN}, 0.0) -> {HIDDEN}, -1.0)": "multiplied by a probability of 0",
+        f"softmax_logp: {TARGETS}.squeeze(-1) -> {TARGETS}.squeeze(1)": TWO_AXES,
+    },
+    "rollout/kept": {"KeptStore.put: size_A.cumsum(0) -> size_A.cumsum(-1)": ONE_AXIS},
+    "training/batch": {
+        "Batch._kept_ids: size_B.cumsum(0) -> size_B.cumsum(-1)": ONE_AXIS,
+        "Batch._kept_ids: size_M.cumsum(0) -> size_M.cumsum(-1)": ONE_AXIS,
     },
 }
 
