@@ -259,7 +259,7 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, kept, policy, 
     whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3])
     cut = updater(policy, algorithm, tmp_path, lr=0.1)  # CAPO's gate depends on the rate
     assert len(list(micro_batches(whole, 20))) == 4
-    loss, _ = cut._accumulate(whole, Means(), 2**62 if algorithm.loss.control_variate else 20)
+    loss, _, _ = cut._accumulate(whole, Means(), 2**62 if algorithm.loss.control_variate else 20)
     found = gradient(policy)
 
     scored = policy.score(whole.ids_BL, whole.start_B, whole.mask_BT, kept=whole.kept)
@@ -281,7 +281,7 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, kept, policy, 
 def test_every_row_is_used_once_an_epoch(minibatches, epochs, policy, batch, tmp_path, monkeypatch):
     run = updater(policy, rpg.algorithm("reinforce"), tmp_path, minibatches=minibatches, epochs=epochs, lr=0.0)
     seen, compared = [], []
-    monkeypatch.setattr(run, "_accumulate", lambda part, *_: (seen.append(part), (0.0, part.old_logp_BT))[1])
+    monkeypatch.setattr(run, "_accumulate", lambda part, *_: (seen.append(part), (0.0, part.old_logp_BT, 0.0))[1])
     monkeypatch.setattr("rpg.training.update.engine_mismatch", lambda part, *_: (compared.append(part), {})[1])
     run.update(with_advantages(batch, rpg.algorithm("reinforce").advantage, None), step=1)
     assert len(seen) == minibatches * epochs
@@ -305,7 +305,7 @@ def test_the_order_is_decided_by_seed_and_step(policy, batch, tmp_path, monkeypa
     for step in (1, 1, 2):
         run = updater(policy, rpg.algorithm("reinforce"), tmp_path, lr=0.0)
         seen = []
-        monkeypatch.setattr(run, "_accumulate", lambda part, *_: (seen.append(part), (0.0, part.old_logp_BT))[1])
+        monkeypatch.setattr(run, "_accumulate", lambda part, *_: (seen.append(part), (0.0, part.old_logp_BT, 0.0))[1])
         run.update(batch, step)
         orders.append([ids.tolist() for part in seen for ids in part.ids_BL])
     assert orders[0] == orders[1] != orders[2]
