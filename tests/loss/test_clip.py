@@ -519,9 +519,9 @@ def test_adaptive_bounds_are_the_widest_that_meet_the_target(rule, seed, spread)
     assert fitted.c == rule.c == 10.0
     assert rule.narrowest - 1e-9 <= k <= rule.widest + 1e-9
     if k > rule.narrowest + 1e-6:
-        assert met(rule, log_w[:30], k - 1e-5)
+        assert met(rule, log_w[:30], 0.999 * k)
     if k < rule.widest - 1e-6:
-        assert not met(rule, log_w[:30], k + 1e-5)
+        assert not met(rule, log_w[:30], 1.001 * k)
 
 
 def test_adaptive_is_monotone_in_its_target_and_stays_in_its_range():

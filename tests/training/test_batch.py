@@ -256,7 +256,8 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, kept, policy, 
         batch = make_batch(tiny.groups(policy, kept=True), 0, CPU)
     ref = batch.old_logp_BT + 0.2 * torch.randn(batch.mask_BT.shape, generator=torch.Generator().manual_seed(1))
     whole = with_logp(batch, None, ref, needs_reference=True)
-    whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3])
+    score_sq = whole.old_logp_BT.exp().square() if algorithm.advantage.kind == "optimal-token" else None
+    whole = with_advantages(whole, algorithm.advantage, [0.1, 0.2, 0.3], score_sq)
     cut = updater(policy, algorithm, tmp_path, lr=0.1)  # CAPO's gate depends on the rate
     assert len(list(micro_batches(whole, 20))) == 4
     loss, _, _ = cut._accumulate(whole, Means(), 2**62 if algorithm.loss.control_variate else 20)
@@ -267,9 +268,8 @@ def test_the_gradient_of_micro_batches_is_that_of_one_batch(name, kept, policy, 
     keep = cut._keep(algorithm.loss, whole, scored, denominator, None) if algorithm.curvature_gate else None
     if keep is not None:
         assert 0 < keep[whole.mask_BT].float().mean() < 1  # a gate that does something
-    out = algorithm.loss(
-        scored.logp_BT, whole.old_logp_BT, whole.advantage, whole.mask_BT, ref_logp=whole.ref_logp_BT, keep=keep
-    )
+    given = {"ref_logp": whole.ref_logp_BT, "keep": keep, "entropy": scored.entropy_BT}
+    out = algorithm.loss(scored.logp_BT, whole.old_logp_BT, whole.advantage, whole.mask_BT, **given)
     out.loss.backward()
     expected = gradient(policy)
     assert float(expected.norm()) > 1e-4
