@@ -11,7 +11,6 @@ import tiny
 from rpg import clip
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, RolloutConfig
-from rpg.training import batch as batch_module
 from rpg.training.batch import make_batch, micro_batches, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
@@ -78,9 +77,7 @@ def test_rows_keep_every_token_and_drop_needless_padding(batch):
     assert part.rollout_logp_BT is None
 
 
-@pytest.mark.parametrize("room", [2**30, 0], ids=["on the device", "on the host"])
-def test_rows_have_their_own_kept_sets(policy, room, monkeypatch):
-    monkeypatch.setattr(batch_module, "KEPT_BYTES", room)
+def test_rows_have_their_own_kept_sets(policy):
     made = tiny.groups(policy, kept=True)
     whole, rollouts = make_batch(made, 0, CPU), [r.rollout for group in made for r in group.responses]
     for index in ([7, 2, 10], [0], list(range(12))[::-1]):

@@ -72,27 +72,30 @@ class Columns:
 
     def hide(self, logits_NC: Tensor, columns: slice, tokens: slice) -> None:
         """What is inside stays; the rest is HIDDEN."""
-        row_M, id_M = self._inside(columns)
-        row_M, column_M = row_M - tokens.start, id_M.long() - columns.start
+        row_M, column_M = self._inside(columns)
         if len(logits_NC) < self.kept.size:
-            here_M = (row_M >= 0) & (row_M < len(logits_NC))
-            row_M, column_M = row_M[here_M], column_M[here_M]
+            here_M = (row_M >= tokens.start) & (row_M < tokens.stop)
+            row_M, column_M = row_M[here_M] - tokens.start, column_M[here_M]
         logits_M = logits_NC[row_M, column_M]
         logits_NC.fill_(HIDDEN)
         logits_NC[row_M, column_M] = logits_M
 
+    @cached_property
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        return self.kept.row_K, self.kept.ids_K.long()
+
     def _inside(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """States and ids of the kept tokens in these columns."""
+        """Of the kept tokens in these columns: the state, and which column."""
         width = columns.stop - columns.start
         if width == self.vocabulary:
-            return self.kept.row_K, self.kept.ids_K
+            return self._whole
         ids_K, row_K = self._sorted
         if columns.start == 0 and width != self._width:  # the first is as wide as any
             ends = torch.arange(width, self.vocabulary + width, width, dtype=ids_K.dtype, device=ids_K.device)
             self._width, self._ends = width, [0, *torch.searchsorted(ids_K, ends).tolist()]  # the host waits once
         chunk = columns.start // self._width
         part = slice(self._ends[chunk], self._ends[chunk + 1])
-        return row_K[part], ids_K[part]
+        return row_K[part], ids_K[part].long() - columns.start
 
 
 class Gathered(torch.autograd.Function):

@@ -261,7 +261,7 @@ class GraphBatch:
         self.ended = torch.zeros(total, dtype=torch.int32, device=device)
         self.kept: KeptStore | None = None
         if sampling.gives_kept:
-            self.kept = KeptStore(total, sampling.max_new_tokens, torch.device("cpu"))
+            self.kept = KeptStore(total, sampling.max_new_tokens, device)
             b.kept = b.kept or KeptPool(b.slots, b.room, device)
             b.kept.reset()
         self.live: list[int] = []  # the request of each live row
@@ -382,8 +382,8 @@ class GraphBatch:
         self.tokens[request_M], self.logp[request_M] = b.tokens_SR[slot_M, :width], b.logp_SR[slot_M, :width]
         self.length[request_M], self.ended[request_M] = b.count_S[slot_M], b.ended_S[slot_M]
         if b.kept is not None and self.kept is not None:
-            self.kept.start_RT[done] = b.kept.pool.start_SR[slot_M, :width].cpu()
-            self.kept.size_RT[done] = b.kept.pool.size_SR[slot_M, :width].cpu()
+            self.kept.start_RT[request_M] = b.kept.pool.start_SR[slot_M, :width]
+            self.kept.size_RT[request_M] = b.kept.pool.size_SR[slot_M, :width]
         for r in done:
             self.free.append(self.slot[r])
             self.left[r // self.n] -= 1

@@ -78,8 +78,11 @@ class KeptStore:
             start, size = starts[some][told], sizes[some][told]
             ends = size.cumsum(dtype=np.int64)
             chosen = ids[np.repeat(start - ends + size, size) + np.arange(ends[-1])]
-            last = np.cumsum(lengths[some])  # the last token of each response, and its last id
-            out += map(KeptIds, np.split(chosen, ends[last - 1])[:-1], np.split(size, last)[:-1])
+            last = np.cumsum(lengths[some])  # tokens up to the end of each response
+            id_ends, token_ends = [0, *ends[last - 1].tolist()], [0, *last.tolist()]
+            for i in range(len(last)):
+                counts = size[token_ends[i] : token_ends[i + 1]]
+                out.append(KeptIds(chosen[id_ends[i] : id_ends[i + 1]], counts))
         return out
 
 

@@ -18,8 +18,6 @@ from ..loss.advantages import Advantage
 from ..rollout import KeptIds
 from .collect import Group
 
-KEPT_BYTES = 2**30  # of kept sets on the device; more stay on the host, and go there a micro-batch at a time
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -35,7 +33,7 @@ class Batch:
     ref_logp_BT: Tensor | None = None
     advantage: Tensor | None = None  # [B] or [B,T]
     kept_count_BT: Tensor | None = None  # with truncated sampling: how many tokens could be drawn at each state,
-    kept_ids_K: Tensor | None = None  # and which, a set after the other; on the host where they are many
+    kept_ids_K: Tensor | None = None  # and which, a set after the other. On the host, as they may be many
 
     def __len__(self) -> int:
         return len(self.ids_BL)
@@ -50,7 +48,7 @@ class Batch:
         """What each response token was drawn from, in the order of the rows; None: from the whole vocabulary."""
         if self.kept_count_BT is None or self.kept_ids_K is None:
             return None
-        return Kept(self.kept_ids_K, self.kept_count_BT[self.mask_BT].long())
+        return Kept(self.kept_ids_K, self.kept_count_BT[self.kept_count_BT > 0].long())
 
     def kept_metrics(self) -> dict[str, float]:
         """Sizes of the kept sets, where sampling was truncated."""
@@ -85,28 +83,22 @@ class Batch:
         )  # the host waits once
         width = {"ids_BL": whole, "mask_BT": response, "old_logp_BT": response}
         width |= {"rollout_logp_BT": response, "ref_logp_BT": response, "advantage": response}
-        width |= {"kept_count_BT": response}
 
         def cut(name: str, value: Tensor | None) -> Tensor | None:
             return None if value is None else (value[:, : width[name]] if value.dim() == 2 else value)[index]
 
-        chosen = {f.name: cut(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "kept_ids_K"}
-        some = replace(self, **chosen, kept_ids_K=self._kept_ids(index))  # type: ignore[arg-type]
-        _ = some.kept  # made here, where the host waits anyway
-        return some
+        chosen = {f.name: cut(f.name, getattr(self, f.name)) for f in fields(self) if not f.name.startswith("kept_")}
+        return replace(self, **chosen, **self._kept_rows(index, response))  # type: ignore[arg-type]
 
-    def _kept_ids(self, index: Tensor) -> Tensor | None:
-        """Of these rows."""
+    def _kept_rows(self, index: Tensor, width: int) -> dict[str, Tensor]:
+        """The kept sets of these rows."""
         if self.kept_count_BT is None or self.kept_ids_K is None:
-            return None
-        device = self.kept_ids_K.device
-        size_B = self.kept_count_BT.sum(-1).to(device)
-        end_B, index = size_B.cumsum(0), index.to(device)
-        size_M = size_B[index]
-        new_end_M = size_M.cumsum(0)
-        shift_M = end_B[index] - new_end_M  # from its place among these rows to its place among all
-        shift_K = shift_M.repeat_interleave(size_M)
-        return self.kept_ids_K[shift_K + torch.arange(len(shift_K), device=device)]
+            return {}
+        size_B, index = self.kept_count_BT.sum(-1), index.cpu()
+        begin_B = (size_B.cumsum(0) - size_B).tolist()
+        sizes = size_B.tolist()
+        ids = [self.kept_ids_K[begin_B[row] : begin_B[row] + sizes[row]] for row in index.tolist()]
+        return {"kept_count_BT": self.kept_count_BT[index, :width], "kept_ids_K": torch.cat(ids)}
 
 
 def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch:
@@ -123,8 +115,8 @@ def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch
         old_logp_BT=old_logp_BT.to(device),
         reward_B=torch.tensor([response.reward for _, _, response in rows], device=device),
         group_B=torch.tensor([g for g, _, _ in rows], device=device),
-        kept_count_BT=None if count_BT is None else count_BT.to(device),
-        kept_ids_K=None if ids_K is None else ids_K.to(device) if ids_K.nbytes <= KEPT_BYTES else ids_K,
+        kept_count_BT=count_BT,
+        kept_ids_K=ids_K,
     )
 
 
