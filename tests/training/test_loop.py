@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,13 +15,16 @@ import torch
 from safetensors.torch import load_file
 
 import rpg
+from rpg.distributed.context import QUIET
 from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine
 from rpg.run import checkpoint
 from rpg.run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, ReferenceConfig, RolloutConfig
+from rpg.run.settings import flat
 from rpg.run.view import View
 from rpg.training.batch import Batch
 from rpg.training.loop import Failed, Trainer, locked, train
+from rpg.training.state import check_settings
 
 
 @pytest.fixture(autouse=True)
@@ -290,6 +294,15 @@ def test_a_mismatch_rule_trains_in_float32_too(tmp_path: Path) -> None:
     train(tiny(tmp_path, steps=1, loss={"mismatch": "tis"}))
     assert rows(tmp_path)[1]["old_logp/recomputed"] == 1
     assert rows(tmp_path)[1]["mismatch/kl"] < 1e-6
+
+
+def test_a_checkpoint_without_a_newer_setting_had_its_default(tmp_path: Path) -> None:
+    config = tiny(tmp_path, loss={"beta": 0.1})
+    old = json.loads(json.dumps({name: x for name, x in flat(config).items() if name != "rollout.min_p"}))
+    made = SimpleNamespace(state={"config": old, "threads": 1})
+    check_settings(config, made, QUIET)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"other settings than its checkpoint's: rollout.min_p$"):
+        check_settings(replace(config, rollout=replace(config.rollout, min_p=0.1)), made, QUIET)  # type: ignore[arg-type]
 
 
 # ---- out of memory ---------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Kept:
         return len(self.ids_K) * worth <= self.size * vocabulary
 
 
-class Columns:
+class KeptColumns:
     """The sets by columns of the vocabulary, to hide what is outside in a chunk of logits."""
 
     def __init__(self, kept: Kept, vocabulary: int):

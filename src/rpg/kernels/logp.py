@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import logp_torch
-from .kept import Columns, Gathered, Kept
+from .kept import Gathered, Kept, KeptColumns
 from .logp_torch import Slope
 
 CHUNK = {"cuda": (2**14, 13 * 2**24), "cpu": (2**10, 2**22)}  # tokens at once, and bytes of their logits
@@ -102,7 +102,7 @@ def _run(
     if kept is not None and kept.few(len(weight_VH)):
         logp_N, entropy_N = Gathered.apply(hidden_NH, weight_VH, target_N, kept, temperature)  # type: ignore[no-untyped-call]
         return logp_N, entropy_N, None
-    columns = None if kept is None else Columns(kept, len(weight_VH))
+    columns = None if kept is None else KeptColumns(kept, len(weight_VH))
     out: tuple[Tensor, Tensor, Tensor | None] = _Chunked.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, target_N.contiguous(), ref, temperature, kernels, columns
     )
@@ -142,7 +142,7 @@ class _Chunked(torch.autograd.Function):
         ref: tuple[Tensor, Tensor] | None,
         temperature: float,
         kernels: ModuleType,
-        kept: Columns | None,
+        kept: KeptColumns | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         sums = _sums(_heads(hidden_NH, weight_VH, ref), target_N, temperature, kernels, kept)
@@ -175,7 +175,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _sums(
-    heads: Heads, target_N: Tensor, temperature: float, kernels: ModuleType, kept: Columns | None = None
+    heads: Heads, target_N: Tensor, temperature: float, kernels: ModuleType, kept: KeptColumns | None = None
 ) -> Tensor:
     """Of each token over the vocabulary, [4,N], with a reference [7,N]; z are the logits over τ, m their maximum:
     m,  Σ e^(z−m),  Σ e^(z−m)·(z−m),  z of the target,  m_ref,  Σ e^(z_ref−m_ref),  Σ e^(z−m)·(z−z_ref)."""
@@ -192,7 +192,7 @@ def _gradients(
     by: Slope,
     temperature: float,
     kernels: ModuleType,
-    kept: Columns | None,
+    kept: KeptColumns | None,
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """For the hidden states (summed in float32 over the vocabulary) and the weight (a chunk is written once)."""
@@ -218,8 +218,8 @@ def _gradients(
     return None if d_hidden_NH is None else d_hidden_NH.to(hidden_NH.dtype), d_weight_VH
 
 
-def _chunks(heads: Heads, kept: Columns | None = None) -> Iterator[tuple[slice, slice, list[Tensor | None]]]:
-    """Columns of the vocabulary, tokens, and their logits (and the reference's); the next chunk overwrites them."""
+def _chunks(heads: Heads, kept: KeptColumns | None = None) -> Iterator[tuple[slice, slice, list[Tensor | None]]]:
+    """KeptColumns of the vocabulary, tokens, and their logits (and the reference's); the next chunk overwrites them."""
     hidden_NH, weight_VH = heads[0]
     tokens, vocabulary = len(hidden_NH), len(weight_VH)
     most, size = CHUNK.get(hidden_NH.device.type, CHUNK["cpu"])

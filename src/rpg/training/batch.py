@@ -95,10 +95,9 @@ class Batch:
         if self.kept_count_BT is None or self.kept_ids_K is None:
             return {}
         size_B, index = self.kept_count_BT.sum(-1), index.cpu()
-        begin_B = (size_B.cumsum(0) - size_B).tolist()
-        sizes = size_B.tolist()
-        ids = [self.kept_ids_K[begin_B[row] : begin_B[row] + sizes[row]] for row in index.tolist()]
-        return {"kept_count_BT": self.kept_count_BT[index, :width], "kept_ids_K": torch.cat(ids)}
+        ends, ids_K = [0, *size_B.cumsum(0).tolist()], self.kept_ids_K.numpy()
+        some_K = np.concatenate([ids_K[ends[row] : ends[row + 1]] for row in index.tolist()])
+        return {"kept_count_BT": self.kept_count_BT[index, :width], "kept_ids_K": torch.from_numpy(some_K)}
 
 
 def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch:
