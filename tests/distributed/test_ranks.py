@@ -13,9 +13,10 @@ import torch
 
 import tiny
 from rpg import cli
-from rpg.distributed import ranks
+from rpg.distributed import ranks, split_work
 from rpg.distributed.ranks import ALONE, World, deal, joined, own_device
 from rpg.distributed.shards import refuse_experts
+from rpg.models.policy import Policy
 from rpg.training.batch import Batch, micro_batches, rank_micro_batches
 from rpg.training.loop import Trainer
 
@@ -30,6 +31,15 @@ def test_prompts_are_dealt_once_and_the_same_prompt_to_one_rank() -> None:
     assert all(hand == sorted(hand) for hand in hands)  # as the engine counts them in one process
     assert [len({tuple(prompts[i]) for i in hand}) for hand in hands] == [2, 2, 1]
     assert deal(prompts, 1) == [list(range(8))]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_responses_travel_whole_with_their_kept_sets(kept: bool) -> None:
+    policy = Policy(tiny.make("llama-tied"), tiny.tokenizer())
+    groups = [[r.rollout for r in group.responses] for group in tiny.groups(policy, kept=kept)]
+    assert all((rollout.kept is not None) == kept for rollout in itertools.chain(*groups))
+    assert split_work._unpacked(split_work._packed(groups)) == [*itertools.chain(*groups)]
+    assert split_work._unpacked(split_work._packed([])) == []  # of a rank that was dealt nothing
 
 
 def make_batch(groups: int, samples: int, seed: int = 0) -> Batch:

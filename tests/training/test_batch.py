@@ -98,6 +98,22 @@ def test_old_log_probabilities_and_the_reference_are_over_the_kept_sets(policy):
     assert float((whole - sampled.old_logp_BT).abs().max()) > 0.1
 
 
+def test_the_curvature_gate_is_over_the_kept_sets(policy, batch, tmp_path):
+    """Where nothing else could be drawn a token moves nothing, and no gate closes."""
+    algorithm = rpg.algorithm("capo")
+    whole = with_advantages(with_logp(batch, None, None, True), algorithm.advantage, None)
+    alone = replace(whole, kept_count_BT=whole.mask_BT.int(), kept_ids_K=tokens_of(whole).int())
+    for part, shut in ((whole, True), (alone, False)):
+        scored = policy.score(part.ids_BL, part.start_B, part.mask_BT, kept=part.kept)
+        keep_BT = updater(policy, algorithm, tmp_path, lr=0.1)._keep(algorithm.loss, part, scored, 1.0, None)
+        assert bool((~keep_BT[part.mask_BT]).any()) == shut
+
+
+def tokens_of(batch):
+    row_N, t_N = batch.mask_BT.nonzero(as_tuple=True)
+    return batch.ids_BL[row_N, batch.start_B[row_N] + t_N]
+
+
 def packed_tokens(batch, rows):
     """Of these rows end to end: a group's prompt once, and of each response all but the last token."""
     prompts = {int(batch.group_B[i]): int(batch.start_B[i]) for i in rows}
