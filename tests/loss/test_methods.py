@@ -100,7 +100,7 @@ def expected(name, b):
         "otb": lambda: -a * mask / sequences,
         "atr-grpo": lambda: -a * w * within(w, a, *level_set(0.05)) * per_response,
         "capo": lambda: ppo * per_response,
-        "topr": lambda: -a * torch.where(a >= 0, 1.0, log_sequence.exp().clamp(max=1.0)) * mask / sequences,
+        "topr": lambda: -a * torch.where(a >= 0, 1.0, log_sequence.exp().clamp(max=1.0)) * per_response,
         "dppo-tv": lambda: -a * w * near(w, b, a, "tv") * mask / (sequences * 3000),
         "dppo-kl": lambda: -a * w * near(w, b, a, "kl") * mask / (sequences * 3000),
         "gmpo": lambda: -a * (gm := geometric(log_w, a, length))[0] * gm[1] * mask / length / sequences,

@@ -443,8 +443,8 @@ def capo_plain(logp, old, ref, A, mask, keep):
 @preset("topr", "arXiv 2503.14286")
 def topr() -> Algorithm:
     """A = R − c, R of −1 … 1 (a run maps 0 … 1 there), c = ``advantage.constant`` = 0; A > 0: −A·log π(y); A < 0:
-    −sg(min(W, 1))·A·log π(y)."""
-    loss = PolicyLoss("none", 0, "reinforce", clip.Taper(), level="sequence", reduction="seq-mean-token-sum")
+    −sg(min(W, 1))·A·log π(y); a response's loss is divided by its length."""
+    loss = PolicyLoss("none", 0, "reinforce", clip.Taper(), level="sequence", reduction="seq-mean-token-mean")
     return row(loss, Advantage("constant", mapped_to=(-1, 1)))
 
 
@@ -452,7 +452,7 @@ def topr() -> Algorithm:
 def topr_plain(logp, old, ref, A, mask):
     log_pi, log_old = ((x * mask).sum(-1, keepdim=True) for x in (logp, old))
     W = (log_pi - log_old).exp().detach()
-    return (-torch.where(A > 0, 1.0, W.clamp(max=1)) * A * log_pi).mean()
+    return (-torch.where(A > 0, 1.0, W.clamp(max=1)) * A * log_pi / mask.sum(-1, keepdim=True)).mean()
 
 
 @preset("sapo", "arXiv 2511.20347")
