@@ -66,7 +66,8 @@ def check_steps(algorithm: Algorithm, world: World) -> None:
     """Two optimiser steps on a batch; their metrics."""
     policy = Policy(tiny.make("llama-tied"), tiny.tokenizer())
     batch = with_logp(make_batch(tiny.groups(policy), 0, policy.device), None, None, needs_reference=True)
-    batch = with_advantages(batch, algorithm.advantage, [0.0] * 3)
+    score_sq = batch.old_logp_BT.exp().square() if algorithm.advantage.needs_score_sq else None
+    batch = with_advantages(batch, algorithm.advantage, [0.0] * 3, score_sq)
     sizes, optim = RolloutConfig(prompts=3, samples=4), OptimConfig(lr=1e-4, minibatches=2, micro_tokens=25, warmup=0)
     config, found = Config(rollout=sizes, optim=optim), []
     sharded = ShardedPolicy(policy, world)

@@ -546,6 +546,12 @@ def test_adaptive_is_monotone_in_its_target_and_stays_in_its_range():
         clip.Adaptive(target_kl=0.1).bounds()
 
 
+def test_adaptive_by_hand():
+    """Ratios of e^±k in equal parts have the effective sample size cosh²k / cosh 2k, which is 0.8 at k = log √3."""
+    fitted = clip.Adaptive(target_ess=0.8).fit(torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.ones(4))
+    assert fitted.bounds() == pytest.approx((3**-0.5, 3**0.5), rel=1e-5)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_adaptive_fits_once_for_all_micro_batches(level):
     g = torch.Generator().manual_seed(3)

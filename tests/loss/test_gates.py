@@ -170,8 +170,10 @@ def test_the_bonus_ascends_the_entropy(level, reduction):
     assert not loss.replace(entropy_bonus=0.0).has_bonus
     args = (logp, logp.detach() - 0.1, torch.zeros(3, dtype=torch.float64), mask)
     (got,) = torch.autograd.grad(loss(*args, entropy=entropy).loss, logits, retain_graph=True)
-    (want,) = torch.autograd.grad(-0.3 * (entropy * mask).sum() / loss.count(mask), logits)
+    value = -0.3 * (entropy * mask).sum() / loss.count(mask)
+    (want,) = torch.autograd.grad(value, logits, retain_graph=True)
     torch.testing.assert_close(got, want)
+    torch.testing.assert_close(loss(*args, entropy=entropy).loss, value.detach(), check_dtype=False)
     for given in ({}, {"entropy": entropy.detach()}):
         with pytest.raises(ValueError, match="with its gradient"):
             loss(*args, **given)
@@ -186,4 +188,5 @@ def test_the_bonus_follows_its_target():
     assert loss.next_bonus(0.003, 0.21) == pytest.approx(0.0029)
     assert (loss.next_bonus(5e-5, 0.3), loss.next_bonus(0.00499, 0.1)) == (0.0, 0.005)
     assert PolicyLoss(entropy_target=1.0).next_bonus(0.99999, 0.0) == 1.0
+    assert PolicyLoss(entropy_target=1.0).next_bonus(0.5, 0.0) == pytest.approx(0.5001)
     assert PolicyLoss(entropy_bonus=0.1).next_bonus(0.1, 0.0) == 0.1

@@ -56,6 +56,17 @@ EQUIVALENT = {
         "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp (#2)": NO_GRADIENT,
         "_control_variate: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
         "_control_variate: int(group.max()) + 1 -> int(group.max()) + 2": "a further group without members",
+        "PolicyLoss.__call__: self.entropy_bonus and entropy is not None -> self.entropy_bonus or entropy is not None": (
+            "a bonus of 0 multiplies, and one without an entropy is refused"
+        ),
+        "PolicyLoss._choose: terms.ratios.w.detach() -> terms.ratios.w": NO_GRADIENT,
+        "PolicyLoss._choose: x.logp.detach() -> x.logp": NO_GRADIENT,
+        "PolicyLoss._choose: terms.log_w.detach() -> terms.log_w": NO_GRADIENT,
+        "PolicyLoss._terms: state_kl.detach() -> state_kl": NO_GRADIENT,
+        "_bound_tokens: log_w_BT.detach() -> log_w_BT": NO_GRADIENT,
+        "_control_variate: others[1] > 0 -> others[1] >= 0": "of no others the sums are 0, and so is their quotient",
+        "_control_variate: others[1] > 0 -> others[1] > -1": "of no others the sums are 0, and so is their quotient",
+        "_sums_of_others: x.shape[:-1] -> x.shape[:1]": TWO_AXES,
         "_control_variate: others[1].clamp(min=1e-30) -> others[1].clamp(min=-1.0)": "torch.where drops the quotient",
     },
     "terms": {
@@ -136,11 +147,11 @@ EQUIVALENT = {
         "Renewal.due: self.average_kl > self.config.kl -> self.average_kl >= self.config.kl": NO_MASS,
     },
     "kernels/kept": {
-        f"Columns.__init__: {ENDS.format(0)} -> {ENDS.format(1)}": BEFORE_USE,
-        f"Columns.__init__: {ENDS.format(0)} -> {ENDS.format(-1)}": BEFORE_USE,
-        "Columns.__init__: [0] -> [1]": BEFORE_USE,
-        "Columns.__init__: [0] -> [-1]": BEFORE_USE,
-        "Columns.hide: len(logits_NC) < self.kept.size -> len(logits_NC) <= self.kept.size": "none is elsewhere",
+        f"KeptColumns.__init__: {ENDS.format(0)} -> {ENDS.format(1)}": BEFORE_USE,
+        f"KeptColumns.__init__: {ENDS.format(0)} -> {ENDS.format(-1)}": BEFORE_USE,
+        "KeptColumns.__init__: [0] -> [1]": BEFORE_USE,
+        "KeptColumns.__init__: [0] -> [-1]": BEFORE_USE,
+        "KeptColumns.hide: len(logits_NC) < self.kept.size -> len(logits_NC) <= self.kept.size": "none is elsewhere",
         "Gathered.forward: hidden_NH.shape[1] -> hidden_NH.shape[0]": "how many at a time",
         "Gathered.backward: hidden_NH.shape[1] -> hidden_NH.shape[0] (#2)": "how many at a time",
         f"_parts: max(1, {AT_A_TIME}) -> max(2, {AT_A_TIME})": "how many at a time",
@@ -169,8 +180,6 @@ EQUIVALENT = {
     },
     "rollout/kept": {"KeptStore.put: size_A.cumsum(0) -> size_A.cumsum(-1)": ONE_AXIS},
     "training/batch": {
-        "Batch._kept_ids: size_B.cumsum(0) -> size_B.cumsum(-1)": ONE_AXIS,
-        "Batch._kept_ids: size_M.cumsum(0) -> size_M.cumsum(-1)": ONE_AXIS,
     },
 }
 
