@@ -328,6 +328,11 @@ def test_hard_truncation_is_remark_f_2():
     loss = PolicyLoss("urkl", 0.5, "reinforce", clip.Truncate(0.2, 0.28), reduction="none")
     c = gradient(loss, f64([[-0.5]]), f64([[-0.5 - math.log(6)]]), f64([0.2]), torch.ones(1, 1))
     assert float(c) == pytest.approx(-0.098, abs=1e-3)
+    for log_w in (30.0, -30.0):  # past the bound of exponents too
+        bound = math.log(1.28 if log_w > 0 else 0.8)
+        logp, old = f64([[-1.0]]), f64([[-1.0 - log_w]])
+        c = gradient(loss, logp, old, f64([0.2]), torch.ones(1, 1), ref_logp=old + 3.0)
+        assert float(c) == pytest.approx(-math.exp(bound) * (0.2 - 0.5 * (bound - 3.0)))
 
 
 # ---- TrustRegion: probabilities, not ratios --------------------------------------------------------------------------

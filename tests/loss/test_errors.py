@@ -159,6 +159,8 @@ def test_exact_kl_that_would_be_ignored():
         PolicyLoss("urkl", 0.0),
         PolicyLoss("urkl", kl_to_go=True),
         PolicyLoss("urkl", clip=clip.RPGClip(), kl_in_clip=True),
+        PolicyLoss("urkl", estimator="differentiable", clip=clip.DualClip(), through_advantage=True),
+        PolicyLoss("urkl", gate=gates.KLCov()),
     ):
         refuse("exact_kl", loss, exact_kl=kl)
     refuse("exact_kl gradient", logp=-torch.ones(B, T).requires_grad_(), exact_kl=kl.detach())
@@ -219,7 +221,12 @@ def test_a_control_variate_whose_mean_would_not_be_zero():
         ({"token_clip": clip.Box(), "divergence": "none", "level": "sequence-mean"}, "token_clip estimator"),
         ({"token_clip": clip.Box(), "level": "sequence-mean", "estimator": "differentiable"}, "token_clip divergence"),
         ({"token_clip": clip.TrustRegion(), "level": "sequence-mean"}, "token_clip"),
+        ({"token_clip": clip.Sigmoid(), "level": "sequence-mean"}, "token_clip"),
         ({"length_weighted": True}, "length_weighted level"),
+        ({"length_weighted": True, "level": "sequence", "control_variate": True}, "control_variate"),
+        ({"clip": clip.TrustRegion(), "level": "sequence"}, "TrustRegion level"),
+        ({"entropy_target": -1.0}, "entropy_target"),
+        ({"entropy_target": 0.2, "entropy_bonus": 0.5, "entropy_bonus_limit": 0.1}, "entropy_bonus_limit"),
         ({"gate": gates.KLCov(), "clip": clip.RPGClip()}, "KLCov kl_in_clip"),
         ({"gate": gates.HighEntropy(), "level": "sequence"}, "gate level"),
         ({"entropy_bonus": -0.1}, "entropy_bonus"),

@@ -49,6 +49,7 @@ RULES = {
     "sigmoid": clip.Sigmoid(1.0, 1.5),
 }
 TRUNCATING = ("truncate", "unweighted", "taper")
+OUTSIDE = ("none", "log-box", "sigmoid", "unweighted", "taper")  # the KL term never stands inside them
 LIMITS = {  # where A ≥ 0, where A < 0; KL3 to four digits
     "none": ((0.0, INF), (0.0, INF)),
     "box": ((0.0, 1.3), (0.8, INF)),
@@ -110,7 +111,7 @@ def textbook(name, divergence, inside, printed, a, w, v, log_u):
 
 
 def kl_is_inside(name, divergence, estimator):
-    if name in ("none", "log-box", "sigmoid") or divergence not in EXACT:
+    if name in OUTSIDE or divergence not in EXACT:
         return False
     return estimator == "reinforce" or divergence in ("rkl", "urkl") or name == "rpg"
 
@@ -125,7 +126,7 @@ def test_coefficients_are_the_textbook_ones(name, estimator):
     logp, old, ref, mask, a = batch()
     for divergence in ("none", *EXACT, "k1", "abs", "k2", "k3"):
         published = kl_is_inside(name, divergence, estimator)
-        possible = name not in ("none", "log-box", "sigmoid") and divergence in EXACT
+        possible = name not in OUTSIDE and divergence in EXACT
         printable = published and estimator == "differentiable" and divergence in ("rkl", "urkl")
         for kl_in_clip, printed in {(None, False), (False, False), (possible, False), (published, printable)}:
             options = {"kl_in_clip": kl_in_clip, "through_advantage": printed}

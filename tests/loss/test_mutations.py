@@ -26,6 +26,7 @@ LAST = "(inside_BV.sum(-1, keepdim=True) - 1)"
 DRAWN = "logp_BV.gather(-1, token_B1)"
 HIDDEN = "logp_NV.masked_fill(outside_NV"
 TARGETS = "logp_NV.gather(-1, target_N.unsqueeze(-1))"
+BONUS, GIVEN = "self.entropy_bonus", "entropy is not None"
 SIZE = "vocabulary_kl: logits_BTV.element_size() < 4"
 REMOVED = "(first_BTV - second_BTV).masked_fill(first_BTV == float('-inf')"
 
@@ -56,9 +57,7 @@ EQUIVALENT = {
         "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp (#2)": NO_GRADIENT,
         "_control_variate: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
         "_control_variate: int(group.max()) + 1 -> int(group.max()) + 2": "a further group without members",
-        "PolicyLoss.__call__: self.entropy_bonus and entropy is not None -> self.entropy_bonus or entropy is not None": (
-            "a bonus of 0 multiplies, and one without an entropy is refused"
-        ),
+        f"PolicyLoss.__call__: {BONUS} and {GIVEN} -> {BONUS} or {GIVEN}": "0 multiplies; without an entropy: refused",
         "PolicyLoss._choose: terms.ratios.w.detach() -> terms.ratios.w": NO_GRADIENT,
         "PolicyLoss._choose: x.logp.detach() -> x.logp": NO_GRADIENT,
         "PolicyLoss._choose: terms.log_w.detach() -> terms.log_w": NO_GRADIENT,
@@ -179,8 +178,7 @@ EQUIVALENT = {
         f"softmax_logp: {TARGETS}.squeeze(-1) -> {TARGETS}.squeeze(1)": TWO_AXES,
     },
     "rollout/kept": {"KeptStore.put: size_A.cumsum(0) -> size_A.cumsum(-1)": ONE_AXIS},
-    "training/batch": {
-    },
+    "training/batch": {},
 }
 
 

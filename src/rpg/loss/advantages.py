@@ -25,6 +25,10 @@ NEVER_NEGATIVE = (
 )
 
 
+class BadRewards(ValueError):
+    """Rewards that an advantage cannot be made of."""
+
+
 class Groups:
     """Sums, means and deviations within groups of any sizes."""
 
@@ -91,9 +95,9 @@ def success_rate(rewards_N: Tensor, group_N: Tensor, success_N: Tensor | None = 
     """
     groups, success_N = Groups(group_N), rewards_N if success_N is None else success_N
     if bool((success_N < -1e-6).any()):
-        raise ValueError(
+        raise BadRewards(
             f"success-rate divides by the mean reward: none may be negative; the least is {float(success_N.min()):g} "
-            "(advantage.reward_range says where rewards lie; no overlong penalty)"
+            "(advantage.reward_range says where rewards lie)"
         )
     rate_N = groups.mean(success_N)
     apart_N = rewards_N - groups.mean(rewards_N)
@@ -371,7 +375,7 @@ class Advantage:
                     )
                 return rewards - self._mapped(greedy_rewards.to(rewards.dtype))
             case "zero":
-                return torch.zeros_like(rewards)
+                return rewards - plain  # what a KL in the reward leaves
         return rewards - self.constant
 
 

@@ -324,9 +324,10 @@ class Truncate(Clip):
 
 @dataclass(frozen=True)
 class Unweighted(Clip):
-    """No importance weight, −A·∇log π: right on-policy only (RLOO, ReMax, GPG, Kimi k1.5 as published)."""
+    """No importance weight, −A·∇log π: right on-policy only (RLOO, ReMax, GPG as published)."""
 
     action: ClassVar[str] = "truncate"
+    holds_kl: ClassVar[bool] = False  # with w̄ = 1 there would be none of it
 
     def limits(self) -> Limits:
         return Limits((1.0, 1.0), (1.0, 1.0))
@@ -337,6 +338,7 @@ class Taper(Clip):
     """TOPR: a positive sample counts 1, a negative one min(w, 1), so a response already unlikely fades out."""
 
     action: ClassVar[str] = "truncate"
+    holds_kl: ClassVar[bool] = False
 
     def limits(self) -> Limits:
         return Limits((1.0, 1.0), (0.0, 1.0))

@@ -62,6 +62,8 @@ class HighEntropy(Gate):
     @torch.no_grad()
     def choose(self, x: Tokens) -> Tensor:
         assert x.entropy is not None
+        if not bool(x.mask.any()):
+            return x.mask
         ordered = x.entropy[x.mask].sort(descending=True).values
         return (x.entropy >= ordered[_number(self.share, x.mask) - 1]) & x.mask
 

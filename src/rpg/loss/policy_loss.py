@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..console import choose, one_of
-from .clip import Clip, Seen
+from .clip import KL3, Box, Clip, DualClip, LogBox, Seen, TrustRegion
 from .gates import Gate, Tokens
 from .inputs import Inputs, check_batch, check_shape
 from .metrics import measure
@@ -44,7 +44,7 @@ _WHY_NEEDED = {"ref_logp": "its KL is anchored elsewhere than at old", "keep": "
 class PolicyLoss:
     """A KL-regularised policy-gradient loss. Every combination that exists is exact, or says in which way it is not.
 
-    divergence: none, fkl, rkl, ufkl, urkl (exact off-policy); k1, k2, k3 (penalties as published elsewhere).
+    divergence: none, fkl, rkl, ufkl, urkl (exact off-policy); k1, abs, k2, k3 (penalties as published elsewhere).
     beta: strength of the KL term.
     estimator: ``reinforce`` (−sg(ω)·log π) or ``differentiable`` (autograd through the ratios).
     clip: a rule of ``rpg.clip``, or None for no clipping.
@@ -58,8 +58,8 @@ class PolicyLoss:
     length_weighted: at the sequence levels: a response's loss counts once for each of its tokens (LUSPO).
     gate: a rule of ``rpg.gates`` that compares all tokens of an optimiser step.
     entropy_bonus: α of −α·entropy in the loss; it needs the ``entropy`` of the call, with its gradient.
-    entropy_target: ``next_bonus`` raises α by ``entropy_step`` after a step below this entropy, and lowers it above,
-        between 0 and ``entropy_bonus_limit``.
+    entropy_target: after a step at this entropy or below, ``next_bonus`` raises α by ``entropy_step``, up to
+        ``entropy_bonus_limit``; above, it lowers α. ``rpg train`` applies α only after a step at the target or below.
     kl_to_go: rkl/urkl as a KL reward-to-go, exact for the sequence objective. It stands outside the clip.
     kl_ratio_cap: upper bound of w inside the KL term's weight (CPGD; reinforce only).
     constant: tokens per sequence for reduction='constant'.
@@ -128,7 +128,7 @@ class PolicyLoss:
             if self.kl_to_go:
                 raise ValueError("kl_to_go looks beyond its token: give the mismatch rule level='sequence'")
         if self.control_variate:
-            if self.reduction == "seq-mean-token-mean" or self.level == "sequence-mean":
+            if self.reduction == "seq-mean-token-mean" or self.level == "sequence-mean" or self.length_weighted:
                 raise ValueError("control_variate has zero mean only with ratios and denominators free of 1/|y|")
             if self.mismatch is not None and type(self.mismatch) is not Mismatch:
                 raise ValueError("control_variate has zero mean only without a capped or masked mismatch weight")
@@ -143,7 +143,7 @@ class PolicyLoss:
     def _check_parts(self) -> None:
         """token_clip, length_weighted, gate, and the entropy's bonus."""
         if self.token_clip is not None:
-            if not isinstance(self.token_clip, Clip) or self.token_clip.action != "cut" or self.token_clip.looks:
+            if not isinstance(self.token_clip, Box | DualClip | KL3) or isinstance(self.token_clip, LogBox):
                 raise ValueError(
                     f"token_clip must be a rule with limits such as rpg.clip.Box(); got {self.token_clip!r}"
                 )
@@ -167,6 +167,15 @@ class PolicyLoss:
         if not self.entropy_bonus >= 0 or not self.entropy_step > 0:
             got = f"{self.entropy_bonus}, {self.entropy_step}"
             raise ValueError(f"entropy_bonus must be at least 0 and entropy_step positive; got {got}")
+        if self.entropy_target is not None and not self.entropy_target > 0:
+            raise ValueError(f"entropy_target must be positive, in nats per token; got {self.entropy_target}")
+        if self.entropy_target is not None and not self.entropy_bonus <= self.entropy_bonus_limit:
+            got = f"{self.entropy_bonus_limit} and entropy_bonus={self.entropy_bonus}"
+            raise ValueError(f"entropy_bonus_limit must be at least entropy_bonus, where it starts; got {got}")
+        if isinstance(self.clip, TrustRegion) and self.level == "sequence":
+            raise ValueError(
+                "TrustRegion measures a token's probability: a response's is next to 0. Give level='token'"
+            )
 
     @property
     def has_kl(self) -> bool:
@@ -379,8 +388,14 @@ class PolicyLoss:
         if exact_kl is not None:
             if self.level != "token":
                 raise ValueError("exact_kl is a per-state term: it needs level='token'")
-            if not self.has_kl or self.kl_to_go or self.kl_in_clip:
-                raise ValueError("exact_kl needs a divergence with beta > 0, without kl_to_go and kl_in_clip=True")
+            if not self.has_kl or self.kl_to_go or self.kl_in_clip or self.through_advantage:
+                raise ValueError(
+                    "exact_kl needs a divergence with beta > 0, without kl_to_go, kl_in_clip=True and through_advantage"
+                )
+            if self.gate is not None and self.gate.role == "kl":
+                raise ValueError(
+                    f"exact_kl is of all tokens, and {type(self.gate).__name__} chooses some: leave one out"
+                )
             if x.logp.requires_grad and not exact_kl.requires_grad:
                 raise ValueError("exact_kl must carry a gradient: compute it from the current policy's logits")
         if keep is not None and self.control_variate:

@@ -66,12 +66,21 @@ class Algorithm:
         anchor = ANCHORS[self.reference] if update == "auto" else update
         if update == "auto" and self.advantage.beta > 0 and anchor == "old":  # from the sampler itself it would be 0
             anchor = "frozen"
+        if self.advantage.beta > 0 and anchor == "old":
+            raise ValueError(
+                f"{self.name}: a KL in the reward is 0 with reference.update=old: frozen, every, kl or ema"
+            )
+        overlong = self.overlong_penalty if overlong is None else overlong
+        if overlong and self.advantage.kind == "success-rate":
+            raise ValueError(
+                f"{self.name} divides by the mean reward, which an overlong penalty makes negative: leave it"
+            )
         return Method(
             name=self.name,
             loss=self.loss,
             advantage=self.advantage.for_rewards(rewards),
             dynamic=self.dynamic_sampling if dynamic is None else dynamic,
-            overlong=self.overlong_penalty if overlong is None else overlong,
+            overlong=overlong,
             anchor=anchor if self.has_kl else "old",
             curvature_gate=self.curvature_gate,
             min_signal=self.min_signal if min_signal is None else min_signal,

@@ -79,7 +79,11 @@ class Terms:
                 return weight if self.kl_only is None else weight * self.kl_only
             case "in the weight", Clip() as clip:
                 truncated = clip.clamp(r.w, self.advantage, self.seen)
-                return self.beta * self.kl.weight(replace(r, w=truncated, log_u=r.log_u + (truncated / r.w).log()))
+                log_u = (
+                    r.log_u - self.log_w.detach() + truncated.log()
+                )  # log ū; where nothing is truncated, log u itself
+                log_u = torch.where(truncated == r.w, r.log_u, log_u)
+                return self.beta * self.kl.weight(replace(r, w=truncated, log_u=log_u))
             case "whole sample", Clip() as clip:
                 return self.beta * self.kl.weight(r) * clip.keep(r.w, self.signed_advantage, self.seen)
             case "in the advantage", Clip() as clip:

@@ -122,8 +122,12 @@ def make_batch(groups: Sequence[Group], pad: int, device: torch.device) -> Batch
 def _kept(sets: Sequence[KeptIds | None], mask_BT: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Counts [B,T] and ids; nothing where sampling was not truncated."""
     told = [kept for kept in sets if kept is not None]
-    if len(told) < len(sets):
+    if not told:
         return None, None
+    if len(told) < len(sets):
+        raise ValueError(
+            f"{len(sets) - len(told)} of {len(sets)} responses do not tell the tokens they were drawn from"
+        )
     count_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
     count_BT[mask_BT] = torch.from_numpy(np.concatenate([kept.counts for kept in told]))
     return count_BT, torch.from_numpy(np.concatenate([kept.ids for kept in told]))

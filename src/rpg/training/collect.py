@@ -320,7 +320,7 @@ def signal_of(config: Config) -> str:
     if by != "auto":
         return by
     if task.rewards:
-        return "correct" if CORRECT in task.rewards else "reward"
+        return "correct" if task.rewards.get(CORRECT) else "reward"
     return "correct" if reward_range(task.name, task.reward, {}) is not None else "reward"
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..distributed.context import RunContext
 from ..distributed.ranks import ALONE, LOST, RankFailed, World
 from ..distributed.shards import ShardedPolicy
-from ..loss.advantages import NEVER_NEGATIVE
+from ..loss.advantages import NEVER_NEGATIVE, BadRewards
 from ..models.policy import Policy
 from ..rollout import NotFinite, TooManyKept
 from ..run import checkpoint
@@ -68,6 +68,7 @@ EXPECTED = (
     PromptTooLong,
     NotFinite,
     TooManyKept,
+    BadRewards,
     OSError,
     SafetensorError,
     torch.OutOfMemoryError,

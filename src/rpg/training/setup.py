@@ -218,7 +218,8 @@ def check_rollout(config: Config) -> None:
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
     optim, loss = config.optim, method.loss
-    if isinstance(loss.clip, Unweighted) and loss.divergence == "none" and optim.minibatches * optim.epochs > 1:
+    # mirror descent's square (k2) is a regression to its target, wherever the samples come from
+    if isinstance(loss.clip, Unweighted) and loss.divergence != "k2" and optim.minibatches * optim.epochs > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"

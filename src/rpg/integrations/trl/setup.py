@@ -128,7 +128,7 @@ def messages(method: Method, args: RPGConfig, by: str | None = None) -> Iterator
             'loss={"mismatch": "tis"} corrects for what differs between vLLM and the trainer'
         )
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    if isinstance(method.loss.clip, Unweighted) and method.loss.divergence == "none" and steps > 1:
+    if isinstance(method.loss.clip, Unweighted) and method.loss.divergence != "k2" and steps > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {steps:g} optimiser steps on a generation is "
             "on-policy (num_iterations=1 and steps_per_generation=gradient_accumulation_steps keep to it)"
