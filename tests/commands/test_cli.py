@@ -362,7 +362,25 @@ def test_algorithms_as_a_table_holds_every_choice_and_fits_a_pipe():
         chosen = (a.loss.divergence, a.loss.estimator, a.loss.level, a.loss.reduction, a.advantage.kind, a.paper)
         for text in (*chosen, f"ref = {a.reference}", type(a.loss.clip).__name__.replace("NoneType", "none")):
             assert text in row, (name, text)
+        gate = {f"gate {type(a.loss.gate).__name__}": a.loss.gate, "curvature gate": a.curvature_gate}
+        entropy = {"entropy target": a.loss.entropy_target, "entropy bonus": a.loss.entropy_bonus}
+        for text, has in ({"through Â": a.loss.through_advantage} | gate | entropy).items():
+            assert (text in row) == bool(has), (name, text)
     assert "RPGClip 0.8–1.28, c=10" in out
+    assert re.search(r"each token: Box +seq-mean-token-sum\n +0\.67032–1\.4918\n", out)  # gmpo
+
+
+AROUND = {
+    "gpg": "min_signal 0.6",
+    "capo": "curvature gate",
+    "dapo": "dynamic sampling, overlong penalty",
+    "grpo": "nothing",
+}
+
+
+def test_a_page_names_what_is_around_the_loss():
+    around = {name: re.search(r"^around it +(.*)$", inside("algorithms", name)[1], re.MULTILINE)[1] for name in AROUND}
+    assert around == AROUND
 
 
 def test_algorithms_as_json_says_what_the_library_says():
@@ -379,7 +397,7 @@ def test_algorithms_as_json_says_what_the_library_says():
     assert found["ppo"]["kl_in_clip"] is None
 
 
-@pytest.mark.parametrize("name", ["cispo", "rpg-reinforce-urkl", "reinforce++", "reinforce"])
+@pytest.mark.parametrize("name", ["cispo", "rpg-reinforce-urkl", "reinforce++", "reinforce", "gpg"])
 def test_one_algorithm_shows_formula_paper_and_options_that_work(name):
     _, out, _ = inside("algorithms", name)
     a = rpg.algorithm(name)

@@ -50,7 +50,7 @@ BYPASS, ASYNC = "algorithm.rollout_correction.bypass_mode=True", "trainer.v1.tra
         (Case("dapo"), ["algorithm.adv_estimator=dapo"], "Did you mean 'rpg:dapo'"),
         (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg=foo"], "policy_loss.rpg is a section"),
         (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg=[1]"], "policy_loss.rpg is a section"),
-        (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg.high=true"], "high is no switch (true or false); got true"),
+        (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg.high=true"], "high must be a number; got True"),
         (Case("dapo"), [f"+{ACTOR}.policy_loss.rpg.hihg=0.3"], "Did you mean 'high'"),
     ],
 )

@@ -52,17 +52,18 @@ def _show_algorithms(chosen: list[Algorithm]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..loss.describe import describe
+    from ..loss.describe import beside_clip, describe
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("name\npaper", "KL, β\nreference", "estimator\nlevel", "clip\nKL in it", "advantage\nreduction"):
+    for title in ("name\npaper", "KL, β\nreference", "estimator\nlevel", "clip\nKL, gate", "advantage\nreduction"):
         table.add_column(title, min_width=23 if title.startswith("clip") else None)
     for a in chosen:
         d = describe(a)
-        inside = {True: "KL inside", False: "KL outside", None: ""}[d["kl_in_clip"]]
+        inside = {True: ["KL inside"], False: ["KL outside"], None: []}[d["kl_in_clip"]]
+        beside = "\n".join([*inside, *beside_clip(a)])
         kl = "none" if d["divergence"] == "none" else f"{d['divergence']}, {d['beta']:g}"
         above = (d["name"], kl, d["estimator"], d["clip"], d["advantage"])
-        below = (d["paper"], f"ref = {d['reference']}", d["level"], inside, d["reduction"])
+        below = (d["paper"], f"ref = {d['reference']}", d["level"], beside, d["reduction"])
         table.add_row(*(Text(top) + Text(f"\n{bottom}", style="dim") for top, bottom in zip(above, below, strict=True)))
     with printed() as to:
         to.print(table)
@@ -88,7 +89,12 @@ def _show_algorithm(a: Algorithm) -> None:
         for key in ("divergence", "estimator", "clip", *rules, "level", "advantage", "reduction", "reference"):
             note = "  (a response has one loss)" if key == "reduction" and d["level"] != "token" else ""
             to.print(f"{key:<12} {d[key]}{note}")
-        switches = {"dynamic sampling": a.dynamic_sampling, "overlong penalty": a.overlong_penalty}
+        switches = {
+            "dynamic sampling": a.dynamic_sampling,
+            f"min_signal {a.min_signal:g}": a.min_signal > 0,
+            "overlong penalty": a.overlong_penalty,
+            "curvature gate": a.curvature_gate,
+        }
         to.print(f"{'around it':<12} {', '.join(name for name, on in switches.items() if on) or 'nothing'}")
         to.print(Text(f'\nrpg.algorithm("{a.name}", option=…), where option is', style="bold"))
         for key, value in (d["options"] | {"clip": a.loss.clip, "advantage": _call(a.advantage)}).items():

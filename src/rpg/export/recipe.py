@@ -26,9 +26,11 @@ def refuse(config: Config, engine: str, reasons: dict[str, Any]) -> None:
 
 def loss_options(config: Config, method: Method) -> dict[str, Any]:
     """The preset's options, where rewards lie among them if the run maps them: the engines do not know it."""
+    removed = {name: None for name in ("gate", "mismatch") if config.loss.get(name) == "none"}
+    options = {**config.loss, **removed}
     if method.advantage.reward_range is None:
-        return dict(config.loss)
-    return with_advantage(config.loss, reward_range=list(method.advantage.reward_range))
+        return options
+    return with_advantage(options, reward_range=list(method.advantage.reward_range))
 
 
 def with_advantage(options: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

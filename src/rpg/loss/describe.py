@@ -44,7 +44,7 @@ def _options(a: Algorithm) -> dict[str, Any]:
     if a.advantage.beta:  # its KL is in the reward, where the option goes too
         of_loss["beta"] = a.advantage.beta
     of_rules = {k: v for rule in (a.loss.gate, a.loss.clip) if rule is not None for k, v in _fields_of(rule).items()}
-    around = ("reference", "dynamic_sampling", "overlong_penalty", "curvature_gate")
+    around = ("reference", "dynamic_sampling", "min_signal", "overlong_penalty", "curvature_gate")
     advantage = {f.name: getattr(a.advantage, f.name) for f in fields(a.advantage)}
     return of_loss | of_rules | {"advantage": advantage} | {name: getattr(a, name) for name in around}
 
@@ -66,6 +66,20 @@ def clip_text(rule: Clip | None) -> str:
     rest = {k: v for k, v in _fields_of(rule).items() if k not in ("low", "high") and v is not None}
     texts = [f", {k}={v:g}" if isinstance(v, float) else f", {k}={v}" for k, v in rest.items()]
     return f"{type(rule).__name__}{bounds}" + "".join(texts)
+
+
+def beside_clip(a: Algorithm) -> list[str]:
+    """What else decides how a token learns, where the method has it: gate HighEntropy, share=0.2"""
+    loss = a.loss
+    texts = {
+        "through Â": loss.through_advantage,
+        f"each token: {clip_text(loss.token_clip)}": loss.token_clip is not None,
+        f"gate {gate_text(loss.gate)}": loss.gate is not None,
+        "curvature gate": a.curvature_gate,
+        f"entropy bonus {loss.entropy_bonus:g}": loss.entropy_bonus > 0,
+        f"entropy target {loss.entropy_target}": loss.entropy_target is not None,
+    }
+    return [text for text, has in texts.items() if has]
 
 
 def gate_text(gate: Gate | None) -> str:

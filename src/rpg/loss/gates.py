@@ -112,6 +112,9 @@ class KLCov(Gate):
         return chosen.view_as(x.mask) & x.mask
 
 
+BY_NAME: dict[str, Gate] = {"high-entropy": HighEntropy(), "clip-cov": ClipCov(), "kl-cov": KLCov()}
+
+
 def _shuffled(places: Tensor, logp_N: Tensor) -> Tensor:
     """In an order that is random from batch to batch, and the same for the same batch: a resumed run repeats it."""
     seed = int(torch.stack([logp_N.double().sum(), logp_N.double().square().sum()]).view(torch.int64).sum()) % 2**63

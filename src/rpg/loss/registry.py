@@ -8,6 +8,7 @@ second model is held), "initial" (the model training began from), "average" (a m
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 
@@ -40,14 +41,7 @@ class Algorithm:
     @property
     def only_here(self) -> str | None:
         """Why it runs in ``rpg train`` alone: what TRL and verl do not give it. None: it runs there too."""
-        return (
-            self.loss.only_here or self.advantage.only_here or (NEEDS_TEACHER if self.reference == "teacher" else None)
-        )
-
-    @property
-    def has_kl(self) -> bool:
-        """In the loss, or in the reward."""
-        return self.loss.has_kl or self.advantage.beta > 0
+        return self.resolve().only_here
 
     def resolve(
         self,
@@ -75,18 +69,19 @@ class Algorithm:
             raise ValueError(
                 f"{self.name} divides by the mean reward, which an overlong penalty makes negative: leave it"
             )
-        return Method(
+        method = Method(
             name=self.name,
             loss=self.loss,
             advantage=self.advantage.for_rewards(rewards),
             dynamic=self.dynamic_sampling if dynamic is None else dynamic,
             overlong=overlong,
-            anchor=anchor if self.has_kl else "old",
+            anchor=anchor,
             curvature_gate=self.curvature_gate,
             min_signal=self.min_signal if min_signal is None else min_signal,
             note=self.note,
             taught=self.reference == "teacher",
         )
+        return method if method.has_kl else replace(method, anchor="old")
 
 
 @dataclass(frozen=True)
@@ -214,6 +209,7 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
             raise ValueError(
                 choose(f"option of {name!r}", key, algorithm_fields | loss_fields | clip_fields | gate_fields)
             )
+    _check_types(overrides, chosen, loss_given, rule, gate)
     chosen = replace(chosen, **{k: v for k, v in overrides.items() if k in algorithm_fields})  # type: ignore[arg-type]
     changes = {k: v for k, v in overrides.items() if k in loss_fields}
     if "beta" in changes and changes.get("divergence", chosen.loss.divergence) == "none":
@@ -252,6 +248,7 @@ def with_advantage(options: Mapping[str, object], published: Advantage) -> dict[
     given = out.get("advantage")
     if given is None and not dotted:
         return out
+    _check_types(dotted, published)
     if isinstance(given, Advantage):
         out["advantage"] = given.replace(**dotted)
         return out
@@ -259,6 +256,20 @@ def with_advantage(options: Mapping[str, object], published: Advantage) -> dict[
     if not isinstance(changes, dict | None):
         raise TypeError(f"advantage must be a kind, options by name, or an rpg.Advantage; got {given!r}")
     changes = (changes or {}) | dotted
+    _check_types(changes, published)
     start = Advantage() if "kind" in changes else published
     out["advantage"] = start.replace(**changes)
     return out
+
+
+def _check_types(options: Mapping[str, object], *parts: object) -> None:
+    """Of the options that are numbers or switches: a flag's value may be any text."""
+    kinds = {f.name: f.type for part in parts if is_dataclass(part) for f in fields(part)}
+    for name, value in options.items():
+        kind, _, optional = str(kinds.get(name)).partition(" | ")
+        if value is None and optional:
+            continue
+        if kind == "float" and (not isinstance(value, numbers.Real) or isinstance(value, bool)):
+            raise TypeError(f"{name} must be a number; got {value!r}")
+        if kind == "bool" and not isinstance(value, bool):
+            raise TypeError(f"{name} must be true or false; got {value!r}")

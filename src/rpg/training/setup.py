@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 
 import torch
 
 from ..console import one_of
 from ..distributed.context import QUIET, RunContext
-from ..loss.advantages import GROUP_KINDS
+from ..loss.advantages import GROUP_KINDS, Advantage
 from ..loss.clip import Unweighted
+from ..loss.gates import BY_NAME as GATES
 from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
-from ..loss.registry import ANCHORS, LONGEST
+from ..loss.policy_loss import PolicyLoss
+from ..loss.registry import ANCHORS, LONGEST, with_advantage
 from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..rollout import Engine, NativeEngine, Sampling
@@ -168,19 +172,38 @@ def anchored(config: Config, method: Method) -> Config:
 def algorithm_of(config: Config) -> Algorithm:
     """The preset with the run's options; Dr.GRPO's constant is the run's own longest response unless it is given."""
     options = {name: value for name, value in config.loss.items() if (name, value) != ("constant", LONGEST)}
-    if isinstance(rule := options.get("mismatch"), str):
-        one_of("loss.mismatch", rule, MISMATCH)
-        options["mismatch"] = MISMATCH[rule]
+    for option, rules in (("mismatch", MISMATCH), ("gate", GATES)):
+        if isinstance(rule := options.get(option), str):
+            one_of(f"loss.{option}", rule, ("none", *rules))
+            options[option] = rules.get(rule)
     try:
-        chosen = algorithm(config.algorithm, **options)
-        if chosen.loss.reduction == "constant" and "constant" not in options:
-            chosen = algorithm(config.algorithm, **options, constant=float(config.rollout.max_new_tokens))
+        published = algorithm(config.algorithm).advantage
+        with _naming("loss.advantage.", {f.name for f in fields(Advantage)}):
+            made = with_advantage(options, published)
+        with _naming("loss.", {*made, *(f.name for f in fields(PolicyLoss))}):
+            chosen = algorithm(config.algorithm, **made)
+            if chosen.loss.reduction == "constant" and "constant" not in made:
+                chosen = algorithm(config.algorithm, **made, constant=float(config.rollout.max_new_tokens))
         one_of("loss.reference", chosen.reference, ANCHORS)
         _try_out(chosen, config.rollout.prompts, config.rollout.samples)
     except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
         asked = ", ".join(f"loss.{key}={value!r}" for key, value in options.items())
         raise ValueError(f"{config.algorithm} cannot have {asked}: {error}") from error
     return chosen
+
+
+@contextmanager
+def _naming(section: str, names: Iterable[str]) -> Iterator[None]:
+    """A mistake in an option is told of the setting: ``beta must be …`` of loss.beta, or of loss.advantage.beta."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = str(error)
+        option = re.match(r"(?:unknown |give )?(\w+)(?![\w.-])", text)
+        if option is None or option[1] not in names:
+            raise
+        at = option.start(1)
+        raise ValueError(f"{text[:at]}{section}{text[at:]}") from error
 
 
 def _try_out(chosen: Algorithm, prompts: int, samples: int) -> None:
@@ -228,6 +251,34 @@ def warnings_about(method: Method, config: Config) -> Iterator[str]:
         yield f"reference.model={config.reference.model} has no effect: {method.name} has no KL term"
     if config.reference.update != "auto" and not method.has_kl:
         yield f"reference.update={config.reference.update} has no effect: {method.name} has no KL term"
+    if config.reference.count != "iterations" and method.anchor not in ("every", "kl"):
+        yield (
+            f"reference.count={config.reference.count} has no effect: the KL's anchor is {method.anchor}, "
+            "and every and kl alone count (reference.update)"
+        )
+    if loss.gate is not None and loss.gate.role == "kl" and not loss.has_kl:
+        yield f"loss.gate={type(loss.gate).__name__} has no effect: {method.name} has no KL term in its loss"
+    yield from _about_sampling(method, config)
+
+
+def _about_sampling(method: Method, config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.min_signal is not None and method.dynamic:
+        yield (
+            f"rollout.min_signal={rollout.min_signal:g} has no effect: dynamic sampling keeps no group without signal "
+            "(rollout.dynamic=false)"
+        )
+    if rollout.dynamic_by != "auto" and not method.dynamic and not method.min_signal:
+        yield (
+            f"rollout.dynamic_by={rollout.dynamic_by} has no effect: no group is sampled again "
+            "(rollout.dynamic=true, or rollout.min_signal)"
+        )
+    for name in ("top_k", "min_p"):
+        if getattr(rollout, name) == 1:
+            yield (
+                f"rollout.{name}=1 always takes the most probable token: all responses to a prompt are the same, "
+                "and there is nothing to learn from"
+            )
 
 
 def unasked(task: Task, config: Config) -> Iterator[str]:

@@ -130,7 +130,6 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
             chosen = algorithm(chosen, **options)
         elif options:
             raise ValueError(f"options go with a preset's name; got an Algorithm and {', '.join(options)}")
-        _no_switches(options)
         one_of(f"{OPTIONS}.reference", chosen.reference, ANCHORS)
         resolved = Settings(chosen.resolve(update=reference.update), reference, own_constant="constant" in options)
         _refuse(resolved)
@@ -154,14 +153,6 @@ def _reference(section: Mapping[str, Any]) -> ReferenceConfig:
     for name in ("update", "count"):
         one_of(f"{OPTIONS}.reference.{name}", getattr(config, name), get_args(get_type_hints(ReferenceConfig)[name]))
     return config
-
-
-def _no_switches(options: Mapping[str, Any]) -> None:
-    """true and false are numbers to Python."""
-    switches = {f.name for kind in (Algorithm, PolicyLoss) for f in fields(kind) if "bool" in str(f.type)}
-    for key, value in options.items():
-        if isinstance(value, bool) and key not in switches:
-            raise ValueError(f"{OPTIONS}.{key} is no switch (true or false); got {str(value).lower()}")
 
 
 def _refuse(chosen: Settings) -> None:
