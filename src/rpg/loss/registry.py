@@ -60,10 +60,6 @@ class Algorithm:
         anchor = ANCHORS[self.reference] if update == "auto" else update
         if update == "auto" and self.advantage.beta > 0 and anchor == "old":  # from the sampler itself it would be 0
             anchor = "frozen"
-        if self.advantage.beta > 0 and anchor == "old":
-            raise ValueError(
-                f"{self.name}: a KL in the reward is 0 with reference.update=old: frozen, every, kl or ema"
-            )
         overlong = self.overlong_penalty if overlong is None else overlong
         if overlong and self.advantage.kind == "success-rate":
             raise ValueError(

@@ -247,6 +247,8 @@ def warnings_about(method: Method, config: Config) -> Iterator[str]:
             f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
+    if method.advantage.beta > 0 and method.anchor == "old":
+        yield f"{method.name}: the KL in the reward is 0, as reference.update=old is the sampling policy itself"
     if config.reference.model is not None and not method.has_kl:
         yield f"reference.model={config.reference.model} has no effect: {method.name} has no KL term"
     if config.reference.update != "auto" and not method.has_kl:
