@@ -185,16 +185,20 @@ def merge(
 ) -> Merged:
     """Runs, or models, as one model in the folder ``output``: init + towards·slerp of what each has learnt.
 
-    ``init`` is the model that they began from; None: what the runs' settings say. See docs/merge.md.
+    ``init`` is the model that they began from; None: what the runs' settings say. ``note`` is told what is being done.
+    See docs/merge.md.
     """
     import tempfile
 
+    from .models.loading import is_missing
     from .models.merge import RECORD, check_shares, open_source
     from .models.merge import merge as merge_models
 
     names = [str(run.folder) if isinstance(run, Run) else os.fspath(run) for run in runs]
     weights = [1.0] * len(names) if weights is None else list(weights)
     check_shares(weights, len(names), towards)
+    if missing := next((name for name in (*names, init or "") if is_missing(name)), None):
+        raise ValueError(f"{missing} does not exist: give a run's folder, a model folder or a hub id")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already: give another folder with -o")

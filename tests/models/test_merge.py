@@ -181,6 +181,48 @@ def test_models_of_other_kinds_are_refused(tmp_path):
             merge([made(tmp_path / name, tensors)], init, out, weights=[1])
 
 
+def test_models_of_other_tokens_are_refused(tmp_path):
+    """Files that differ but have the same vocabulary are no reason; the initial model may lack what was added."""
+    names = ("init", "one", "two", "more", "swapped")
+    sources = {name: made(tmp_path / name, weights_like(seed)) for seed, name in enumerate(names)}
+    for name, source in sources.items():
+        tokenizer = tiny.tokenizer()
+        if name == "two":
+            tokenizer.padding_side = "right" if tokenizer.padding_side == "left" else "left"
+        if name == "more":
+            tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(source.folder)
+    file = tmp_path / "swapped" / "tokenizer.json"
+    document = json.loads(file.read_text())
+    numbers = document["model"]["vocab"]
+    x, y = list(numbers)[-2:]
+    numbers[x], numbers[y] = numbers[y], numbers[x]
+    file.write_text(json.dumps(document))
+
+    def join(init, *runs):
+        (out := tmp_path / f"out-{len(list(tmp_path.iterdir()))}").mkdir()
+        return merge([sources[name] for name in runs], sources[init], out, weights=[1] * len(runs))
+
+    assert join("init", "one", "two").norm > 0
+    assert join("init", "more").norm > 0
+    for init, runs, text in (
+        (
+            "init",
+            ("one", "more"),
+            r"more has another vocabulary than one: '<new>' is token \d+ here and none there; merge",
+        ),
+        (
+            "init",
+            ("more", "one"),
+            r"more has another vocabulary than one: '<new>' is token \d+ here and none there; merge",
+        ),
+        ("init", ("one", "swapped"), r"one has another vocabulary than swapped: .* is token \d+ here and \d+ there"),
+        ("swapped", ("one",), r"one has another vocabulary than swapped"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            join(init, *runs)
+
+
 # ---- runs and commands -----------------------------------------------------------------------------------------------
 
 SMALL = {
@@ -247,10 +289,13 @@ def test_an_adapter_is_merged_as_the_model_it_amounts_to(tmp_path):
         (["builtin", "-o", "out"], "builtin is no run, so what it began from is not known: give --init MODEL"),
         (["builtin", "-o", "out", "--init", "builtin", "--weights", "1,2"], "--weights must have one number for each"),
         (["builtin", "-o", "out", "--init", "builtin", "--weights", "-1"], "--weights must be at least 0 and not all"),
-        (["builtin", "-o", "out", "--init", "builtin", "--towards", "nan"], "--towards must be a finite number"),
+        (["builtin", "-o", "out", "--init", "builtin", "--towards", "nan"], "--towards must be between 0, the initial"),
+        (["builtin", "-o", "out", "--init", "builtin", "--towards", "-1"], "and 1, the merged one; got -1"),
+        (["builtin", "-o", "out", "--init", "builtin", "--towards", "1.5"], "and 1, the merged one; got 1.5"),
         (["builtin", "-o", "out", "--init", "builtin", "--method", "slrp"], "Did you mean 'slerp'?"),
         (["builtin", "-o", "full", "--init", "builtin"], "full exists already: give another folder with -o"),
-        (["./none", "-o", "out", "--init", "builtin"], "./none is no model folder"),
+        (["./none", "-o", "out", "--init", "builtin"], "./none does not exist: give a run's folder"),
+        (["a", "/nope", "-o", "out"], "/nope does not exist: give a run's folder, a model folder or a hub id"),
         (["a", "b", "-o", "out"], "the runs began from different models, builtin and ./other: give --init MODEL"),
         (["a", "-o", "out"], "a has no checkpoint yet"),
     ],

@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tiny
 from rpg.console import PIPE_WIDTH, estimated_duration
 from rpg.costs.devices import DEVICES, at_hand, named
 from rpg.models.known_shapes import KNOWN
 from rpg.models.meta import config_of, shell
+from rpg.models.policy import Policy
 from rpg.plan.data import data_of, rows_of
 from rpg.plan.plan import plan
 from rpg.plan.table import show, verdicts
@@ -151,6 +153,34 @@ def test_a_teacher_and_a_moving_average_are_counted(capsys):
     assert warp.memory.reference == 3 * warp.memory.weights
     warp = plan(Config(algorithm="warp", model=small, peft=PeftConfig("lora")), "h200")
     assert warp.memory.reference == 6 * warp.trained
+
+
+def test_a_teacher_of_other_tokens_is_no_plan(tmp_path, monkeypatch):
+    """Where both tokenizers are here; else the plan says that it did not look."""
+    monkeypatch.setattr("rpg.models.vocabulary._cached", lambda name, options: None)
+    for name, more in (("student", []), ("teacher", []), ("strange", ["<new>"])):
+        Policy(tiny.make("llama"), tiny.tokenizer()).save(tmp_path / name)
+        other = tiny.tokenizer()
+        other.add_tokens(more)
+        other.save_pretrained(tmp_path / name)
+
+    def planned(model, teacher):
+        return plan(Config(algorithm="distill", model=model, reference=ReferenceConfig(model=teacher)), "h200")
+
+    student, teacher, strange = (str(tmp_path / name) for name in ("student", "teacher", "strange"))
+    assert not any("vocabulary" in text for text in planned(student, teacher).warnings)
+    with pytest.raises(
+        ValueError, match=r"reference\.model .*teacher has another vocabulary than .*: '<new>' is token"
+    ):
+        planned(strange, teacher)
+    small, large = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
+    unchecked = "whether reference.model has the model's vocabulary was not checked: the tokenizer of {} is not here"
+    assert unchecked.format(small) in planned(small, large).warnings
+    assert unchecked.format(large) in planned(student, large).warnings
+    with pytest.raises(
+        ValueError, match=r"0\.5B-Instruct has 151936 embeddings and .*7B-Instruct has 152064: it cannot"
+    ):
+        planned(large, small)
 
 
 def test_an_adapter_holds_next_to_nothing():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ import tiny
 from rpg.distributed.context import QUIET
 from rpg.models import adapters
 from rpg.models.policy import Policy
+from rpg.plan.plan import plan
 from rpg.run.config import Config, OptimConfig, PeftConfig, ReferenceConfig
 from rpg.run.settings import flat
+from rpg.run.teacher import with_teacher
 from rpg.training.batch import make_batch, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
@@ -352,7 +355,14 @@ def test_a_checkpoint_of_fewer_settings_has_the_defaults_of_those_it_lacks():
     saved = SimpleNamespace(state={"config": then, "threads": torch.get_num_threads()})
     check_settings(config, saved, QUIET)
     other = Config(reference=ReferenceConfig(count="optimizer-steps"))
-    with pytest.raises(ValueError, match=r"other settings than its checkpoint.s: reference\.count"):
+    changes = r"reference\.count was iterations and is now optimizer-steps: leave it, or start another --output"
+    with pytest.raises(ValueError, match=changes):
+        check_settings(other, saved, QUIET)
+    other = replace(other, seed=1, model="x", dtype="float32", rollout=replace(config.rollout, top_p=0.8))
+    text = (
+        r": dtype was auto and is now float32, model was builtin and is now x, reference\.count was .*, and 2 more dif"
+    )
+    with pytest.raises(ValueError, match=text + r"fer: leave them"):
         check_settings(other, saved, QUIET)
 
 
@@ -387,10 +397,6 @@ def test_a_teacher_is_scored_and_stays_outside_of_checkpoints(adapted, tmp_path)
     state = reference.state()
     assert (state["held"], state["teacher"]) == (False, str(tmp_path / "teacher"))
     reference.load(state, {})
-    with pytest.raises(
-        ValueError, match=r"the teacher was elsewhere and would now be .*: give --reference\.model else"
-    ):
-        reference.load(state | {"teacher": "elsewhere"}, {})
 
 
 def test_a_teacher_may_be_an_adapter_or_a_run(tmp_path):
@@ -407,6 +413,43 @@ def test_a_teacher_may_be_an_adapter_or_a_run(tmp_path):
     batch = make_batch(tiny.groups(student), 0, torch.device("cpu"))
     found = batch_logp(load_teacher(config, student), batch, 100)
     assert torch.allclose(found, batch_logp(policy, batch, 100), atol=1e-5)
+
+
+def test_a_resumed_run_keeps_its_teacher_however_far_that_has_trained(tmp_path):
+    """And may name it by its checkpoint; another is refused, and so is one that is gone."""
+    run, checkpoints = tmp_path / "teacher", tmp_path / "teacher" / "checkpoints"
+    first, second = (checkpoints / f"step-00000{step}" / "model" for step in (1, 2))
+    first.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    config = taught(tmp_path)
+    assert with_teacher(config).reference.model == str(first)
+    state = {"config": json.loads(json.dumps(flat(config))), "threads": torch.get_num_threads()}
+    state["reference"] = {"teacher": str(first)}
+    second.mkdir(parents=True)
+    assert with_teacher(config).reference.model == str(second)
+    for name in (run, first):
+        named = Config(reference=ReferenceConfig(model=str(name)))
+        check_settings(named, SimpleNamespace(state=state), QUIET)
+        assert with_teacher(named, state).reference.model == str(first)
+    other = Config(reference=ReferenceConfig(model=str(second)))
+    with pytest.raises(ValueError, match=r"reference\.model was .*/teacher and is now .*2/model: leave it"):
+        check_settings(other, SimpleNamespace(state=state), QUIET)
+    first.rmdir()
+    with pytest.raises(ValueError, match=r"reference\.model .*: this run's teacher, .*1/model, is gone: bring it back"):
+        with_teacher(config, state)
+
+
+def test_a_teacher_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/teacher", "./teacher", "/no/teacher"):
+        config = Config(algorithm="distill", reference=ReferenceConfig(model=name))
+        text = f"reference.model {name}: there is no such run or folder: train the teacher first, or name another"
+        for ask in (with_teacher, lambda config: plan(config, "h200")):
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+                ask(config)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"^reference\.model empty is no model folder: there is no config\.json in it"):
+        load_teacher(Config(reference=ReferenceConfig(model="empty")), make_policy())
 
 
 def test_a_teacher_of_other_tokens_is_refused(tmp_path):

@@ -26,12 +26,13 @@ def add_merge(commands: Any) -> None:
         "merge",
         help="several runs as one model (WARP), or one run moved towards its beginning",
         description="Join what several runs have learnt, the differences of their weights from the model that they "
-        "began from, and write a model folder. Prints the norms of these differences and the cosines between them.",
+        "began from, and write a model folder: a whole model, "
+        "also of adapters. Prints the norms of these differences and the cosines between them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="a run's folder, a model folder, or a hub id; adapters become whole")
+    add("runs", nargs="+", metavar="RUN", help="a run's folder, a model folder, or a hub id")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the model folder to write")
     add("--init", metavar="MODEL", help="the model that they began from (default: what the runs' settings say)")
     add("--method", default="slerp", metavar="slerp|linear", help="on the sphere or on a line (default: slerp)")
@@ -57,11 +58,15 @@ def _weights(text: str) -> list[float]:
 
 
 def run_merge(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
     from ..run.checkpoint import CheckpointError
 
     options = {name: getattr(args, name) for name in ("init", "method", "towards", "weights", "per", "checkpoint")}
     try:
-        merged = merge(args.runs, args.output, **options)
+        with Console(stderr=True, markup=False).status("") as status:
+            merged = merge(args.runs, args.output, note=lambda text: status.update(Text(text)), **options)
     except (ValueError, OSError, CheckpointError) as error:
         raise Mistake(" ".join(str(error).split())) from error
     _show(merged, args)
@@ -82,7 +87,7 @@ def _show(merged: Merged, args: argparse.Namespace) -> None:
         cosines = [f"{value:.3f}" for value in merged.cosines[i]] if several else []
         share = f"{weights[i] / sum(weights):.3g}"
         table.add_row(str(i + 1), run, share, number(norm), f"{norm / merged.initial:.2%}", *cosines)
-    length = abs(args.towards) * merged.norm
+    length = args.towards * merged.norm
     table.add_row(
         "", "merged", "", number(length), f"{length / merged.initial:.2%}", *[""] * (several * len(args.runs))
     )

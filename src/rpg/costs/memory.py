@@ -10,8 +10,8 @@ import torch
 from ..distributed.ranks import ALONE, World
 from ..models.adapters import adapted
 from ..models.meta import Shell, shell
-from ..run.checkpoint import model_of
 from ..run.config import Config
+from ..run.teacher import naming, teacher_of
 
 CPU_TOKENS = 1024  # activations stay in the cache
 CPU_SLOTS, MOST_SLOTS, SLOTS = 256, 1024, 64  # decoded at once; on a GPU a multiple of the last
@@ -100,7 +100,9 @@ def _estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, re
 def teacher_shell(config: Config, dtype: torch.dtype) -> Shell:
     """The shape of ``reference.model``."""
     assert config.reference.model is not None
-    return shell(model_of(config.reference.model), dtype, {})
+    path = teacher_of(config.reference.model)
+    with naming(path):
+        return shell(path, dtype, {})
 
 
 def _bytes(parameters: list[tuple[int, int]]) -> int:

@@ -74,6 +74,12 @@ def _load(name: str, where: str, dtype: torch.dtype, options: dict[str, Any]) ->
     return _from_pretrained(name, where, dtype, options)
 
 
+def is_missing(name: str) -> bool:
+    """Whether this can only be something on this machine, and is not there. (org/name/file.gguf is on the hub.)"""
+    local = name.startswith((".", "/", "~", "runs/")) or (name.count("/") > 1 and not name.endswith(".gguf"))
+    return local and not Path(name).expanduser().exists()
+
+
 def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 

@@ -22,11 +22,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..console import one_of
+from ..console import first_line, one_of
 from . import BUILTIN, adapters
 from .errors import Explained
 from .loading import HUB_ID, SHARED, TOKENIZERS, load
 from .meta import config_of
+from .vocabulary import clash, tokenizer_files, vocabulary
 
 METHODS, PARTS = ("slerp", "linear"), ("layer", "tensor", "model")
 LAYER = re.compile(r"(.*\.(?:layers|h|blocks)\.\d+)\.")  # a decoder layer; other tensors are layers of their own
@@ -85,6 +86,7 @@ class Source:
     name: str  # as the user knows it
     folder: Path
     dtype: torch.dtype | None = None  # of the model it stands for, where its files have another
+    trusted: bool = False  # code that comes with its tokenizer may run
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -138,11 +140,12 @@ def open_source(name: str, scratch: Path, options: Mapping[str, Any] | None = No
     if name == "builtin":
         return Source(name, BUILTIN)
     folder = Path(name).expanduser()
+    trusted = bool((options or {}).get("trust_remote_code"))
     if _whole(folder):
-        return Source(name, folder)
+        return Source(name, folder, trusted=trusted)
     kept = {key: value for key, value in (options or {}).items() if key in SHARED[:5]}
     if not folder.exists() and HUB_ID.fullmatch(name) and (fetched := _fetched(name, kept)) is not None:
-        return Source(name, fetched)
+        return Source(name, fetched, trusted=trusted)
     model, tokenizer = load(name, options=options)
     base = name
     if adapters.adapted(model):
@@ -153,7 +156,7 @@ def open_source(name: str, scratch: Path, options: Mapping[str, Any] | None = No
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     stated = None if base.endswith(".gguf") else getattr(config_of(base, options or {})[0], "dtype", None)
-    return Source(name, target, stated if isinstance(stated, torch.dtype) else None)
+    return Source(name, target, stated if isinstance(stated, torch.dtype) else None, trusted)
 
 
 def _whole(folder: Path) -> bool:
@@ -202,8 +205,8 @@ def check_shares(weights: Sequence[float], runs: int, towards: float) -> None:
         raise ValueError(f"--weights must have one number for each run, {runs}; got {len(weights)}")
     if not all(0 <= w < math.inf for w in weights) or not sum(weights):
         raise ValueError(f"--weights must be at least 0 and not all 0; got {', '.join(f'{w:g}' for w in weights)}")
-    if not math.isfinite(towards):
-        raise ValueError(f"--towards must be a finite number; got {towards}")
+    if not 0 <= towards <= 1:
+        raise ValueError(f"--towards must be between 0, the initial model, and 1, the merged one; got {towards:g}")
 
 
 def merge(
@@ -222,6 +225,7 @@ def merge(
     one_of("--method", method, METHODS)
     one_of("--per", per, PARTS)
     check_shares(weights, len(sources), towards)
+    _check_tokens(sources, init)
     names = _common_names([*sources, init])
     shapes = _shapes([*sources, init], names)
     layers = _layers(names, per)
@@ -250,6 +254,37 @@ def merge(
         dtype=", ".join(sorted({str(t).removeprefix("torch.") for t in types.values()})),
         seconds=time.perf_counter() - start,
     )
+
+
+def _check_tokens(sources: Sequence[Source], init: Source) -> None:
+    """All have the same vocabulary; the initial model may lack tokens that were added since."""
+    first, files = sources[0], tokenizer_files(sources[0].folder)
+    for other in (*sources[1:], init):
+        theirs = tokenizer_files(other.folder)
+        if not theirs or not files or theirs == files:
+            continue
+        here, there = _vocabulary(first), _vocabulary(other)
+        if other is init:
+            here, there = (
+                {token: i for token, i in x.items() if token in y} for x, y in ((here, there), (there, here))
+            )
+        one, two = first.name, other.name
+        if (text := clash(here, there)) is None and (text := clash(there, here)) is not None:
+            one, two = two, one
+        if text is not None:
+            raise ValueError(
+                f"{one} has another vocabulary than {two}: {text}; merge models that have the same tokenizer"
+            )
+
+
+def _vocabulary(source: Source) -> dict[str, int]:
+    try:
+        return vocabulary(source.folder, source.trusted)
+    except Exception as error:  # of transformers and tokenizers: each has its own kinds
+        raise ValueError(
+            f"{source.name}: its tokenizer cannot be read, nor compared with the others' ({first_line(error)}); "
+            "where they are the same, copy the files of one to all"
+        ) from error
 
 
 def _common_names(sources: Sequence[Source]) -> list[str]:
@@ -332,7 +367,7 @@ def _joined(name: str, sources: Sequence[Source], init: Source, c_M: Sequence[fl
         flat[at : at + len(start_N)] = start_N + torch.tensor(c_M, dtype=torch.float64) @ delta_MN
         at += len(start_N)
     if not bool(torch.isfinite(out).all()):
-        raise ValueError(f"{name} is not finite once merged: one of the models is damaged, or --towards is too large")
+        raise ValueError(f"{name} is not finite once merged: one of the models is damaged")
     return out
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from ..loss.methods import Method
 from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
 from ..models.meta import Shell, shell
+from ..models.vocabulary import local_vocabulary
 from ..rollout.vllm import GPU_SHARE
 from ..run.config import Config
+from ..run.teacher import check_rows, check_tokens, teacher_of
 from ..training.old_logp import OldLogp
 from ..training.setup import (
     algorithm_of,
@@ -146,9 +148,11 @@ def plan(
     )
     data = data_of(config)
     passes = [work] * (OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq)
+    warnings = [*warnings_about(method, config), *method.remarks(rewards_of(config))]
     if held:
         taught = config.reference.model is not None
         passes.append(_of_teacher(work, config, dtype) if taught else work)
+        warnings += _unchecked_tokens(config, model, dtype) if taught else ()
     prompt = prompt_tokens or data.prompt
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
@@ -161,7 +165,7 @@ def plan(
         config=config,
         method=method,
         formula=algorithm_of(config).formula,
-        warnings=(*warnings_about(method, config), *method.remarks(rewards_of(config))),
+        warnings=tuple(warnings),
         parameters=model.parameters,
         trained=model.trained,
         known_from=model.known_from,
@@ -226,6 +230,19 @@ def _of_teacher(work: Work, config: Config, dtype: torch.dtype) -> Work:
     shape = memory.Shape.of(model.config.get_text_config())
     activation = shape.activation_bytes(dtype.itemsize, False, False)
     return replace(work, operations=Operations.of(model, dtype.itemsize), activation=activation)
+
+
+def _unchecked_tokens(config: Config, model: Shell, dtype: torch.dtype) -> Iterator[str]:
+    """A teacher that cannot score the model's tokens is refused, as far as the files are here."""
+    assert config.reference.model is not None
+    check_rows(config, model.model, memory.teacher_shell(config, dtype).model)
+    wanted = local_vocabulary(config.model, config.model_options)
+    known = local_vocabulary(teacher_of(config.reference.model), {})
+    if wanted is not None and known is not None:
+        check_tokens(config, wanted, known)
+        return
+    absent = config.model if wanted is None else config.reference.model
+    yield f"whether reference.model has the model's vocabulary was not checked: the tokenizer of {absent} is not here"
 
 
 def _steps(config: Config, seconds: float) -> int:

@@ -31,6 +31,7 @@ from ..run.folder import locked, read_rows
 from ..run.logs import NoLogs, RunLogs, write_summary, write_whole
 from ..run.settings import flat, to_yaml
 from ..run.signals import Stop, interruptible
+from ..run.teacher import with_teacher
 from ..run.view import Mute, View, make_view
 from ..tasks import RewardError, Task, load_task
 from .batch import make_batch, with_advantages
@@ -182,6 +183,7 @@ class Trainer:
         if start is not None:
             check_settings(config, start, context)
         self.method = method = method_of(config)
+        taught = with_teacher(config, None if start is None else start.state) if method.has_kl else config
         check_rollout(config)
         check_rewards(config)
         for text in warnings_about(method, config):
@@ -204,9 +206,9 @@ class Trainer:
             peft=config.peft,
         )
         self.progress = progress = Progress() if start is None else Progress.load(start.state)
-        teacher = load_teacher(config, self.policy) if config.reference.model is not None and method.has_kl else None
+        teacher = load_teacher(taught, self.policy) if config.reference.model is not None and method.has_kl else None
         held = method.anchor != "old" and (teacher is not None or not self.policy.adapted)  # a second set of weights
-        planned = anchored(config, method)
+        planned = anchored(taught, method)
         slots = pick_slots(self.policy, planned, held, world=world)
         self.engine = make_engine(self.policy, config, slots, context)
         self.problems = held_out(self.task, config)  # by name
@@ -216,7 +218,7 @@ class Trainer:
         self.sampler = Sampler(self.policy, self.engine, self.scorer, config, context)
         self.learner = ShardedPolicy(self.policy, world) if world.sharded else self.policy
         self.optimizer = make_optimizer(self.learner.parameters(), config.optim)
-        self.reference = Reference(self.learner, method.anchor, config.reference, world, self.policy, teacher)
+        self.reference = Reference(self.learner, method.anchor, taught.reference, world, self.policy, teacher)
         self.collector = Collector(config, method, self.sampler, self.task, progress.cursor)
         sized = replace(planned, rollout=replace(config.rollout, slots=slots))
         self.oom_retry = make_oom_retry(self.policy, sized, held, self.engine.release, context)

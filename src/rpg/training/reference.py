@@ -20,8 +20,8 @@ from ..loss.anchor import Renewal
 from ..models import adapters
 from ..models.loading import load
 from ..models.policy import Policy
-from ..run.checkpoint import model_of
 from ..run.config import Config, ReferenceConfig
+from ..run.teacher import check_rows, check_tokens, naming, teacher_of
 from .batch import Batch, rank_micro_batches
 from .optim import HALF
 
@@ -51,7 +51,7 @@ class Reference:
         self.policy: Policy | None = None
         self.adapter: dict[str, Tensor] | None = None
         self.renewal = Renewal(rule, config)
-        self.teacher = None if teacher is None or config.model is None else model_of(config.model)
+        self.teacher = None if teacher is None or config.model is None else teacher_of(config.model)
         if teacher is not None:
             self.policy = ShardedPolicy(teacher, world, frozen=True) if world.sharded else teacher
         elif rule != "old" and policy.adapted:
@@ -127,10 +127,6 @@ class Reference:
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """``tensors``: nothing where the state says that none are held."""
         self.renewal.load(state)
-        if self.teacher is not None and self.teacher != (before := state.get("teacher")):
-            raise ValueError(
-                f"the teacher was {before} and would now be {self.teacher}: give --reference.model {before}"
-            )
         if self.policy is None or self.teacher is not None:
             return
         if not state["held"]:
@@ -151,22 +147,13 @@ def load_teacher(config: Config, policy: Policy) -> Policy:
     name = config.reference.model
     assert name is not None
     options = {key: value for key, value in config.model_options.items() if key in OF_ANY_MODEL}
-    model, tokenizer = load(model_of(name), dtype=policy.model.dtype, device=policy.device, options=options)
+    path = teacher_of(name)
+    with naming(path):
+        model, tokenizer = load(path, dtype=policy.model.dtype, device=policy.device, options=options)
     if adapters.adapted(model):
         model = vars(model)[adapters.WRAPPER].merge_and_unload()
-    known, wanted = tokenizer.get_vocab(), policy.tokenizer.get_vocab()
-    strange = next((token for token, i in wanted.items() if known.get(token) != i), None)
-    if strange is not None:
-        raise ValueError(
-            f"reference.model {name} has another vocabulary than {config.model}: {strange!r} is token "
-            f"{wanted[strange]} here and {known.get(strange, 'none')} there; take a teacher of the same family"
-        )
-    rows, needed = (m.get_input_embeddings().weight.shape[0] for m in (model, policy.model))
-    if rows < needed:
-        raise ValueError(
-            f"reference.model {name} has {rows} embeddings and {config.model} has {needed}: it cannot score each token "
-            "that can be sampled; take a teacher with as many"
-        )
+    check_tokens(config, policy.tokenizer.get_vocab(), tokenizer.get_vocab())
+    check_rows(config, policy.model, model)
     return Policy(model.requires_grad_(False), tokenizer, policy.temperature)
 
 

@@ -26,6 +26,7 @@ from .optim import MixedOptimizer, load_optimizer, optimizer_tensors
 from .progress import Progress
 from .reference import Reference
 
+TOLD = 3  # settings that differ are named
 # what may differ when a run is resumed
 FREE = (
     "steps",
@@ -102,9 +103,15 @@ def check_settings(config: Config, checkpoint: Checkpoint, context: RunContext) 
     defaults, now = _as_json(flat(Config())), _as_json(flat(config))
     then = defaults | checkpoint.state["config"]  # a setting that is newer than the checkpoint had its default
     keys = {key for key in (*then, *now) if not key.startswith(FREE)}
-    if changed := {key for key in keys if then.get(key) != now.get(key)}:
-        names = ", ".join(sorted(changed))
-        raise ValueError(f"cannot resume {Path(config.output)} with other settings than its checkpoint's: {names}")
+    if now["reference.model"] == checkpoint.state.get("reference", {}).get("teacher"):  # in place of its run
+        keys.discard("reference.model")
+    if changed := sorted(key for key in keys if then.get(key) != now.get(key)):
+        told = [f"{key} was {_shown(then.get(key))} and is now {_shown(now.get(key))}" for key in changed[:TOLD]]
+        more = f", and {len(changed) - TOLD} more differ" if len(changed) > TOLD else ""
+        them = "it" if len(changed) == 1 else "them"
+        raise ValueError(
+            f"cannot resume {Path(config.output)}: {', '.join(told)}{more}: leave {them}, or start another --output"
+        )
     for what, before, number in (
         ("threads", checkpoint.state["threads"], torch.get_num_threads()),
         ("processes", checkpoint.state.get("ranks", 1), context.world.size),
@@ -112,6 +119,10 @@ def check_settings(config: Config, checkpoint: Checkpoint, context: RunContext) 
         if before != number:
             text = f"the checkpoint was made with {before} {what}, this is {number}"
             context.warn(f"{text}: results will differ in the last bits")
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _as_json(value: Any) -> Any:
