@@ -35,8 +35,11 @@ def local_vocabulary(name: str, options: Mapping[str, Any]) -> dict[str, int] | 
     if not folder.exists() and (cached := _cached(name, options)) is not None:
         folder = cached
     inner = folder / (options.get("subfolder") or "")
+    where = next((path for path in (inner, folder) if tokenizer_files(path)), None)
+    if where is None:
+        return None
     try:
-        return vocabulary(inner if tokenizer_files(inner) else folder, bool(options.get("trust_remote_code")))
+        return vocabulary(where, bool(options.get("trust_remote_code")))
     except Exception:  # of transformers and tokenizers: each has its own kinds
         return None
 
