@@ -178,10 +178,11 @@ loss:
 """,
     "reinforce++": """\
 loss:
-  divergence: k1            # the authors' script has its KL in the loss, as k1, which has no signal on-policy;
-                            # the preset's KL in the reward is nil here, since the reference is the sampling policy
+  divergence: k1            # the authors' script has its KL in the loss, as k1, which has no signal on-policy
   beta: 1.0e-4              # appendix H
   high: 0.28                # the authors' script
+  advantage:
+    beta: 0.0               # none in the reward: it would be 0, since the reference is the sampling policy
 """,
     "reinforce++-baseline": """\
 loss:

@@ -289,3 +289,12 @@ def test_what_needs_what():
     for rule in (Advantage("length-weighted"), Advantage(beta=0.1), Advantage("batch-whitening", over="tokens")):
         with pytest.raises(ValueError, match="mask must be"):
             rule(REWARDS, GROUPS)
+
+
+def test_without_a_reward_a_kl_in_it_is_all_there_is():
+    old, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+    known = {"mask": torch.ones(1, 2), "old_logp": old, "ref_logp": ref}
+    assert rpg.Advantage("zero", beta=0.1)(torch.tensor([3.0]), torch.zeros(1), **known).tolist() == pytest.approx(
+        [0.05]
+    )
+    assert rpg.Advantage("zero")(torch.tensor([3.0]), torch.zeros(1)).tolist() == [0.0]

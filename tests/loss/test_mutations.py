@@ -72,6 +72,7 @@ EQUIVALENT = {
         "Terms.signed_advantage: self.ratios.detach() -> self.ratios": NO_GRADIENT,
         "Terms.weight: self.ratios.w.detach() -> self.ratios.w": NO_GRADIENT,
         "Terms.omega_kl: self.ratios.detach() -> self.ratios": NO_GRADIENT,
+        "Terms.omega_kl: self.log_w.detach() -> self.log_w": NO_GRADIENT,
         "Terms.differentiable: regularised.detach() -> regularised": NO_GRADIENT,
     },
     "clip": {

@@ -110,8 +110,10 @@ def test_some_rows_have_their_sets_in_their_order(rows):
     assert again.kept.ids_K.tolist() == [i for r in rows[::-1] for ids in SETS[r] for i in ids]
 
 
-def test_sizes_are_reported_and_without_all_sets_there_are_none():
+def test_sizes_are_reported_and_sets_are_of_all_or_none():
     metrics = made().kept_metrics()
     assert (metrics["kept/mean"], metrics["kept/max"]) == (15 / 6, 6.0)
-    for whole in (made([SETS[0], None, SETS[2]]), replace(made(), kept_ids_K=None)):
+    for whole in (made([None, None, None]), replace(made(), kept_ids_K=None)):
         assert (whole.kept, whole.kept_metrics(), whole.rows(torch.tensor([1])).kept) == (None, {}, None)
+    with pytest.raises(ValueError, match="^1 of 3 responses do not tell"):
+        made([SETS[0], None, SETS[2]])

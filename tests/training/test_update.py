@@ -291,12 +291,12 @@ def test_an_entropy_bonus_raises_the_entropy(model, tmp_path):
 def test_an_entropy_target_moves_the_bonus_and_rests_above_it(tmp_path):
     policy, seen = make_policy(), []
     data = make_data(policy, "skywork-or1")
-    for target in (50.0, 0.0):
+    for target in (50.0, 1e-9):
         algorithm = rpg.algorithm("skywork-or1", entropy_target=target, entropy_step=0.1, entropy_bonus_limit=1.0)
         run = make_run(policy, tmp_path, algorithm, minibatches=1)
         run.progress.entropy_bonus, run.progress.entropy_low = 0.3, True
         seen += [run.update(data, step)["entropy_bonus"] for step in (1, 2)]
-        assert run.progress.entropy_bonus == pytest.approx(0.5 if target else 0.1)
+        assert run.progress.entropy_bonus == pytest.approx(0.5 if target > 1 else 0.1)
     assert seen == pytest.approx([0.4, 0.5, 0.0, 0.0])
 
 
