@@ -351,7 +351,9 @@ def test_mistakes_about_runs(train: Command, command: Command, home: Path) -> No
     changed = "cannot resume", "start another --output"
     resume = ["train", "--resume", "--output", run]
     assert_one_line(command(*resume, "--optim.warmup", "9"), 2, *changed, "optim.warmup")
-    assert_one_line(command(*resume, "--seed", "3", "--algorithm", "grpo"), 2, *changed, "is now grpo, seed was 0 and is now 3")
+    assert_one_line(
+        command(*resume, "--seed", "3", "--algorithm", "grpo"), 2, *changed, "is now grpo, seed was 0 and is now 3"
+    )
     assert_one_line(command(*resume, "--loss.high", "0.4"), 2, *changed, "loss.high")  # an option it did not have
     assert_one_line(command(*resume, "--config", "none.yaml"), 2, "none.yaml: no such file")
     assert (run / "metrics.jsonl").read_bytes() == before
