@@ -5,7 +5,6 @@ VERL   := .venv-verl
 VLLM   := .venv-vllm
 VERLRUN := .venv-verl-vllm
 BIN    := $(VENV)/bin
-OUTPUT ?= runs/first
 SEED   ?= 0
 export OMP_NUM_THREADS ?= 1
 export RPG_VERL_PYTHON ?= $(CURDIR)/$(VERL)/bin/python
@@ -35,9 +34,11 @@ define INSTALL
 endef
 
 $(VENV)/base: pyproject.toml constraints.txt   # what `rpg train` needs, on any machine
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile -c constraints.txt torch -e .
-	touch $@
+	@echo "setting up $(VENV), once: torch, transformers and what they need from PyPI,"
+	@echo "about 0.4 GB; 3 GB or more on Linux, where torch brings CUDA along"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --no-compile -c constraints.txt torch -e . | sed -nE 's/^ *([A-Z][a-z ]+ [^ ]+ \([0-9.]+ [MG]B\)).*/  \1/p'
+	@touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(call INSTALL,$(VENV),constraints.txt)
@@ -52,8 +53,9 @@ $(VLLM)/ready: pyproject.toml constraints-vllm.txt   # vLLM wants an older trans
 $(VERLRUN)/ready: pyproject.toml constraints-verl-vllm.txt   # verl, with vLLM's CPU build for its rollouts
 	$(call INSTALL,$(VERLRUN),constraints-verl-vllm.txt)
 
-train: $(VENV)/base            ## train the built-in model on the built-in task (OUTPUT=runs/first SEED=0)
-	env -u OMP_NUM_THREADS $(BIN)/rpg train --output $(OUTPUT) --seed $(SEED)
+train: $(VENV)/base            ## train the built-in model on the built-in task (SEED=0; OUTPUT=runs/mine, else the next free folder)
+	@env -u OMP_NUM_THREADS $(BIN)/rpg train --seed $(SEED) $(if $(OUTPUT),--output $(OUTPUT))
+	@command -v rpg > /dev/null || echo "rpg is in $(BIN): source $(BIN)/activate"
 
 lint: $(VENV)/ready            ## ruff and mypy
 	$(BIN)/ruff check .

@@ -5,8 +5,8 @@
 "by hand" is the method's plain form (rpg.loss.methods), what a practitioner would put into a trainer for this one
 method: no checks, no care for NaN, no bounds, no other options. Both are timed in alternation and compared as the
 median of paired ratios, so that the machine's noise falls on both. "+ metrics" adds reading all diagnostics, as a
-trainer does once a minibatch; "TRL" is GRPOTrainer._compute_loss itself, of the TRL installed (pip install
-'rpg-rl[audit]'), with the metrics that it logs.
+trainer does once a minibatch; "TRL" is GRPOTrainer._compute_loss itself, of the TRL installed (the extra
+audit), with the metrics that it logs.
 """
 
 from __future__ import annotations

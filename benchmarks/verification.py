@@ -1,13 +1,17 @@
 r"""How fast and how strict rpg.tasks.verify is, beside math-verify and TRL's accuracy_reward, in one run.
 
     python benchmarks/verification.py [--items 2000] [--workers 2]
+    python benchmarks/verification.py --pairs
     python benchmarks/verification.py --fuzz 10000 [--seed 0]
+    python benchmarks/verification.py --gold math500.jsonl [gsm8k-test.jsonl …]
 
 Every item is a different response, so that no cache of verdicts helps; truths repeat, as they do in training (eight
 responses a truth). "math-verify" is verify(parse(truth), parse(response)) with its own time limits, as its README has
-it; "TRL" is trl.rewards.accuracy_reward of the TRL installed (pip install 'rpg-rl[audit]'). The last table takes the
+it; "TRL" is trl.rewards.accuracy_reward of the TRL installed (the extra audit). The last table takes the
 pairs of tests/verify/pairs, each judged by hand: where the three differ from that judgement. --fuzz verifies random
 answers made of fragments of LaTeX, of mutations of true answers and of hostile ones: none may hang, raise or kill.
+--gold takes the answers of datasets: each must equal itself and itself in another hand, and must not equal its
+neighbours: a number one more or less, another sign, coordinates exchanged, a number with its arithmetic undone.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import importlib.util
 import logging
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -26,6 +31,7 @@ import yaml
 
 from rpg.rewards import worker
 from rpg.tasks import Scorer, verify
+from rpg.tasks.sources.files import load_file
 from rpg.verify.judge import verdict
 
 PAIRS = Path(__file__).parents[1] / "tests" / "verify" / "pairs"
@@ -60,6 +66,14 @@ HOSTILE = [
     *("1" * 10**6, "x" * 10**5, "{" * 50_000 + "}" * 50_000),
     "+".join(f"\\sqrt{{{i}}}" for i in range(2, 40)),
     ",".join(f"\\sqrt{{{i}}}" for i in range(50)),
+    *(
+        "1+" * 190 + "\\pi",
+        "+".join(["\\pi"] * 100),
+        "2\\cdot " * 45 + "\\pi",
+        "(1+\\sqrt{2})" * 25,
+        "2 " + "million " * 70,
+    ),
+    *("\\binom{" * 12 + "9" + "}{2}" * 12, "\\sqrt{2+" * 12 + "\\pi" + "}" * 12, "\\boxed{" * 50_000 + "}" * 50_000),
 ]
 TRUTHS = [
     "42",
@@ -92,7 +106,7 @@ def mathematics(rng: random.Random, count: int) -> Iterator[Item]:
     """Surds, fractions, polynomials, points, intervals and equations, each written in another way than the truth."""
     for i in range(count):
         if i % SAMPLES == 0:
-            a, b, c, kind = rng.randint(2, 30), rng.randint(2, 9), rng.randint(1, 40), rng.randrange(6)
+            a, b, c, kind = rng.randint(2, 30), rng.choice([2, 3, 5, 6, 7]), rng.randint(1, 40), rng.randrange(6)
         right = rng.random() < 0.5
         d = b if right else b + 1
         n = f"{i}"  # a different response each time
@@ -151,6 +165,69 @@ def judged() -> Iterator[tuple[str, str, bool, str]]:
                 yield (f"\\boxed{{{given}}}" if "boxed" in form else given), truth, right == "right", why
 
 
+def gold(paths: list[str]) -> list[str]:
+    """The different answers of these files."""
+    return sorted({p.answer.strip() for path in paths for p in load_file(path)[0] if p.answer.strip()})
+
+
+def in_another_hand(truth: str) -> Iterator[str]:
+    yield truth.replace("\\frac", "\\dfrac")
+    yield re.sub(r"([+=])", r" \1 ", truth)
+    yield f"${truth}$."
+    yield f"**{truth}**"
+    if "\\left" not in truth:
+        yield truth.replace("(", "\\left(").replace(")", "\\right)")
+    if re.fullmatch(r"-?[0-9]{4,}", truth):
+        yield f"{int(truth):,}"
+    if re.fullmatch(r"-?[0-9]+", truth):
+        yield from (
+            f"{truth}.0",
+            f"{truth}\\text{{ apples}}",
+            f"x = {truth}",
+            f"\\${truth}" if truth[0] != "-" else truth,
+        )
+
+
+def neighbours(rng: random.Random, truth: str) -> Iterator[tuple[str, str]]:
+    """(what was done to it, another answer)"""
+    numbers = list(re.finditer(r"(?<![0-9A-Za-z_.,\\{])[0-9]+(?![0-9A-Za-z_.,])", truth))
+    if numbers:
+        at = rng.choice(numbers)
+        n, before, after = int(at.group()), truth[: at.start()], truth[at.end() :]
+        yield "one more", f"{before}{n + 1}{after}"
+        yield "one less", f"{before}{abs(n - 1)}{after}"
+        if not re.match(r"\s*[_^!:]|\s*\\(?:frac|text|mbox|circ)", after) and "_" not in truth:
+            yield "undone", f"{before}({n - 1}+1){after}"
+            yield "undone", f"{before}\\frac{{{2 * n}}}{{2}}{after}"
+            yield "undone", f"{before}(2\\cdot {n}-{n}){after}"
+    if re.match(r"[0-9\\(]", truth) and not re.match(r"\\(?:text|mbox|pm|emptyset|begin|{)", truth):
+        yield "negated", f"-{truth}"
+    point = re.fullmatch(r"\(([^(),]+),([^(),]+)\)", truth)
+    if point and point[1].strip() != point[2].strip():
+        yield "exchanged", f"({point[2]},{point[1]})"
+
+
+def real_answers(paths: list[str]) -> None:
+    answers, rng = gold(paths), random.Random(0)
+    kinds: dict[str, list[Item]] = {
+        "themselves": [(f"\\boxed{{{a}}}", a, True) for a in answers],
+        "in another hand": [(f"\\boxed{{{b}}}", a, True) for a in answers for b in in_another_hand(a) if b != a],
+        "neighbours": [(f"\\boxed{{{b}}}", a, False) for a in answers for _, b in neighbours(rng, a)],
+    }
+    print(f"{len(answers):,} different answers of {', '.join(Path(path).name for path in paths)}")
+    for name, verifier in (("rpg", here), ("math-verify", math_verify)):
+        for kind, items in kinds.items():
+            some = items if name == "rpg" else items[:: max(1, len(items) // 400)]
+            verifier(some[:1])  # imports
+            start = time.perf_counter()
+            found = verifier(some)
+            rate = len(some) / (time.perf_counter() - start)
+            print(f"{name}: {kind}: {sum(found):,} of {len(some):,} taken for right, {rate:,.0f}/s", flush=True)
+            for (given, truth, right), got in zip(some, found, strict=True):
+                if name == "rpg" and got != right:
+                    print(f"    {'right' if got else 'wrong'}, it says: {given} for {truth}")
+
+
 # ---- verifiers -------------------------------------------------------------------------------------------------------
 
 Verifier = Callable[[list[Item]], list[bool]]
@@ -183,6 +260,14 @@ def scored(count: int) -> Verifier:
 
 def reward(response: str, answer: str, prompt: str) -> float:
     return float(verify(response, answer))
+
+
+def lenient(items: list[Item]) -> list[bool]:
+    worker.inside_worker = True
+    try:
+        return [verify(response, truth, lenient=True) for response, truth, _ in items]
+    finally:
+        worker.inside_worker = False
 
 
 def math_verify(items: list[Item]) -> list[bool]:
@@ -266,8 +351,13 @@ def agreement() -> None:
     verifiers: list[tuple[str, Verifier]] = [("rpg", here), ("math-verify", math_verify)]
     if importlib.util.find_spec("trl"):
         verifiers.append(("TRL accuracy_reward", trl))
-    for name, verifier in verifiers:
-        found = verifier(items)
+    found_by = {name: verifier(items) for name, verifier in [*verifiers, ("lenient", lenient)]}
+    alike = sum(a == b for a, b in zip(found_by["lenient"], found_by["math-verify"], strict=True))
+    print(f"rpg, lenient, gives math-verify's verdict on {alike} of {len(pairs)} pairs")
+    alike = sum(a == b for a, b in zip(found_by["rpg"], found_by["math-verify"], strict=True))
+    print(f"rpg, strict, gives math-verify's verdict on {alike} of {len(pairs)} pairs")
+    for name, _ in verifiers:
+        found = found_by[name]
         one_of = f"of {len(pairs)} pairs"
         false = [pair for pair, got in zip(pairs, found, strict=True) if got and not pair[2]]
         missed = [pair for pair, got in zip(pairs, found, strict=True) if not got and pair[2]]
@@ -305,13 +395,18 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--items", type=int, default=2000, help="MATH-style items; ten times as many of GSM8K-style")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fuzz", type=int, metavar="N", help="verify N fuzzed answers instead")
+    parser.add_argument("--pairs", action="store_true", help="the pairs judged by hand, and no speeds")
+    parser.add_argument("--gold", nargs="+", metavar="FILE", help="the answers of these datasets instead")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(None if arguments is None else list(arguments))
     logging.disable(logging.CRITICAL)  # math-verify logs answers whole
-    if options.fuzz:
+    if options.gold:
+        real_answers(options.gold)
+    elif options.fuzz:
         fuzz(options.fuzz, options.seed)
     else:
-        speeds(options.items, options.workers)
+        if not options.pairs:
+            speeds(options.items, options.workers)
         agreement()
 
 

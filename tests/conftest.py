@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from forked import Job, Server
+from forked import ENV, Job, Server
 from running import TINY
 
 
@@ -16,6 +17,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("commands"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Which runs are one's own is kept here, not at the home of whoever tests."""
+    os.environ["XDG_STATE_HOME"] = ENV["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture

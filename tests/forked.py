@@ -14,7 +14,7 @@ from pathlib import Path
 # Single-threaded until it forks: no tensor is made here. A child leaves the loop and goes on as `rpg ARGV …` would, or
 # as `python -c CODE` would.
 SERVER = """
-import gc, json, os, sys
+import gc, json, os, signal, sys
 import rpg.cli, rpg.report, rpg.training.loop, torch.utils.tensorboard
 import transformers.models.llama.modeling_llama, transformers.models.auto.modeling_auto
 import transformers.models.auto.tokenization_auto
@@ -29,14 +29,20 @@ for line in sys.stdin:
         os.chdir(job["cwd"])
         os.environ.update(job["env"])
         for name, fd in (("out", 1), ("err", 2)):
-            file = os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            file = os.open(job[name] or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(file, fd)
             os.close(file)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for name, fd in (("out", 1), ("err", 2)):
+            if job[name] is None:  # as Python starts where it is closed
+                os.close(fd)
+                setattr(sys, "std" + name, None)
         if job["file_size"]:
             import resource
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_size"], job["file_size"]))
         argv, code = job["argv"], job["code"]
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+        exec(job["before"], {})
         break
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -119,8 +125,18 @@ class Server:
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def start(
-        self, *argv: object, code: str | None = None, cwd: Path | None = None, file_size: int = 0, **env: str
+        self,
+        *argv: object,
+        code: str | None = None,
+        before: str = "",
+        cwd: Path | None = None,
+        file_size: int = 0,
+        stdout: str | Path | None = "",
+        stderr: str | Path | None = "",
+        **env: str,
     ) -> Job:
+        """``before`` is Python that runs in the process first. Its output goes to files that Job reads, unless others
+        are given, or None: closed."""
         self.stop()
         self.count += 1
         out, err = self.folder / f"{self.count}.out", self.folder / f"{self.count}.err"
@@ -128,7 +144,9 @@ class Server:
         err.touch()
         arguments = [str(a) for a in argv]
         job = {"argv": arguments, "cwd": str(cwd or self.folder), "env": env, "file_size": file_size, "code": code}
-        job |= {"out": str(out), "err": str(err)}
+        job["before"] = before
+        for name, file, given in (("out", out, stdout), ("err", err, stderr)):
+            job[name] = given if given is None else str(given or file)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job).encode() + b"\n")
         self.last = Job(self, arguments, out, err)

@@ -117,11 +117,12 @@ def test_train_is_training_and_the_report_of_the_first_rank(tmp_path, monkeypatc
     from rpg.distributed.ranks import ALONE, World
     from rpg.training import loop
 
-    monkeypatch.setattr(loop, "train", lambda config, **how: {"status": "finished", **how})
+    monkeypatch.setattr(loop, "train", lambda config, **how: {"folder": config.output, "stopped_by": None, **how})
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     config = Config(output=str(tmp_path))
     second = World(rank=1, size=2)
-    assert api.fit(config, resume=False, world=second) == {"status": "finished", "resume": False, "world": second}
+    told = api.fit(config, resume=False, world=second)
+    assert (told["folder"], told["resume"], told["world"]) == (str(tmp_path), False, second)
     assert not (tmp_path / "report.html").exists()
     (tmp_path / "report.html").mkdir()
     assert api.fit(config, resume=True, world=ALONE)["resume"]  # the run is whole

@@ -6,13 +6,17 @@ import contextlib
 import http.server
 import json
 import re
+import shlex
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import guides
+import tiny
 from guides import ROOT, SMALL
 
 
@@ -91,7 +95,7 @@ WRONG = [
     ("[a](Makefile#L99999)", "link to Makefile#L99999: no such heading"),
     (sh("make trian"), "no target trian in the Makefile"),
     ("`make trian`", "no target trian in the Makefile"),
-    (sh("rpg trian"), "invalid choice: 'trian'"),
+    (sh("rpg trian"), "Did you mean 'train'?"),
     ("`rpg trian`", "no command trian"),
     ("`rpg export tlr --gpus 8`", "no command tlr"),
     (sh("rpg train --step 3"), "unknown option --step; did you mean --steps?"),
@@ -108,7 +112,7 @@ WRONG = [
     (sh("rpg train --steps 1 \\\n  --sed 1"), "unknown option --sed"),
     (sh("rpg train --config recipes/gone.yaml"), "there is no recipes/gone.yaml"),
     (sh("rpg audit gpro"), "no algorithm gpro"),
-    (sh("rpg audit --drft 1"), "unrecognized arguments: --drft"),
+    (sh("rpg audit --drft 1"), "unknown option --drft; did you mean --drift?"),
     ("`rpg audit --drft`", "rpg audit knows no --drft"),
     (sh("python benchmarks/gone.py"), "there is no benchmarks/gone.py"),
     (sh("python benchmarks/loss_overhead.py --devise cpu"), "loss_overhead.py knows no --devise"),
@@ -210,8 +214,16 @@ def test_training_and_sampling_from_python(server, tmp_path):
     small = training.replace("steps=30", "steps=0")
     assert small != training
     run(server, tmp_path, code=small)
-    assert run(server, tmp_path, code=sampling).count("answer") >= 3
+    assert len(set(run(server, tmp_path, code=sampling).strip().split("\n\n"))) >= 3  # of four, not all the same
     assert (tmp_path / "runs" / "mine" / "summary.json").exists()
+
+
+def test_sampling_as_the_page_shows_it(server, tmp_path):
+    page = guide("sampling.md")
+    command, shown = re.search(r"```\n\$ rpg (sample .*?)\n(.*?)```", page, re.S).groups()
+    assert run(server, tmp_path, *shlex.split(command)).strip() == shown.strip()
+    for code in guides.blocks(page, "python"):
+        assert run(server, tmp_path, code=code).count("answer") >= 4
 
 
 def test_scoring_from_python(server, tmp_path):
@@ -227,6 +239,41 @@ def test_models_from_python(server, tmp_path):
     run(server, tmp_path, *command.split()[1:], *SMALL)
     run(server, tmp_path, code=whole)
     assert (tmp_path / "whole" / "model.safetensors").exists()
+    assert "mean@" in run(server, tmp_path, "eval", "whole", "--k=2", "--eval.problems=2")  # as rpg reads any model
+
+
+class Ready(Exception):
+    """The task and the model are loaded and fit each other."""
+
+
+def test_every_command_of_the_data_page_finds_what_it_needs(tmp_path, monkeypatch):
+    """With a small model for the hub's, and a few rows for its datasets."""
+    from rpg.cli import main
+    from rpg.tasks import Problem, loading
+
+    def refuse(*_):
+        raise Ready
+
+    (block, *_) = guides.blocks(guide("data.md"), "sh")
+    lines = [
+        words for line in block.splitlines() if (words := shlex.split(line, comments=True))[:2] == ["rpg", "train"]
+    ]
+    assert len(lines) == 7
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RPG_DATA", str(tmp_path))
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "label": str(2 * n)} for n in range(20)]
+    for name in ("gsm8k-train", "gsm8k-test", "math-train", "math-500", "dapo-math-17k", "aime24", "aime25"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist([{**row, "answer": None} for row in rows]), tmp_path / "train.parquet")
+    (tmp_path / "double.py").write_text(next(code for name, _, code in FILES if name == "double.py"), encoding="utf-8")
+    monkeypatch.setattr(loading, "load_hub", lambda *_: ([Problem(r["question"], r["answer"]) for r in rows], [], 0))
+    monkeypatch.setattr("rpg.training.loop.make_scorer", refuse)  # what comes next, in processes of its own
+    model = tiny.with_bytes(tmp_path / "model")
+    for number, words in enumerate(lines):
+        named = [str(model) if word == "Qwen/Qwen3-0.6B" else word for word in words[1:]]
+        assert (str(model) in named) == ("double.py:make" not in named)
+        with pytest.raises(Ready):
+            main([*named, f"--output={tmp_path / str(number)}", "--log.view=none"])
 
 
 def test_the_templates_of_the_guide_are_those_of_the_code():

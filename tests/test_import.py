@@ -42,7 +42,7 @@ def test_public_names():
 
 def test_train_is_a_function_whatever_was_imported_before():
     program = """
-import rpg.training.loop, rpg.training.evaluate, rpg.commands.train, rpg.api
+import rpg.training.loop, rpg.training.evaluate, rpg.commands.train, rpg.commands.evaluate, rpg.api
 import rpg
 from rpg import Run, evaluate, train
 assert rpg.train is train is rpg.api.train and rpg.evaluate is evaluate is rpg.api.evaluate and rpg.Run is Run

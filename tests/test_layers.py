@@ -16,6 +16,8 @@ SRC = Path(__file__).parents[1] / "src" / "rpg"
 # From the ground up: a module imports from its own room and from those above it in this list, never from one below.
 ROOMS = {
     "console": "mistakes in one line, printing, and the one formatter of every quantity",
+    "secrets": "which settings hold a secret, and text without it",
+    "yaml_text": "YAML, read with care and written back exactly",
     "loss": "the loss and everything in it: torch tensors in, a loss out",
     "audit": "is this loss's gradient the one that was meant? every response enumerated",
     "kernels": "fused log-probabilities, attention and sampling: in torch, and for GPUs",
@@ -25,9 +27,11 @@ ROOMS = {
     "tasks": "what is asked: problems by name, from files or the hub, templates, mixtures",
     "rollout": "prompts in, sampled responses with their log-probabilities out",
     "run": "what a run is and what it writes: settings, folder, logs, checkpoints, terminal",
+    "trust": "whose code a run's folder may run",
     "distributed": "several processes, one run: ranks, shards of the weights, work split among them",
     "costs": "memory, operations and seconds, counted instead of measured",
     "training": "the training step, in the order of its data, and the loop around it",
+    "ask": "a model answers a prompt of yours: put as its task puts it, judged where that can be done",
     "plan": "the dry run: what a run would need and take, before anything is loaded",
     "integrations": "the same method inside other people's trainers: TRL and verl",
     "export": "a recipe as a run of TRL or verl",

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY = 40
 COMMON = {
@@ -103,3 +103,14 @@ def groups(policy, seed=0, sizes=(4, 3, 5), longest=9, noise=0.3, kept=False):
             responses.append(Response(Rollout(tokens, logp.tolist(), True, told), text(tokens), reward))
         made.append(Group(Problem(text(prompt), ""), prompt, responses, greedy=0.5))
     return made
+
+
+def with_bytes(folder):
+    """A folder with a model that knows every text: its tokens are bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(alphabet)}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    made.save_pretrained(folder)
+    make(vocab_size=len(alphabet) + 2, max_position_embeddings=2048).save_pretrained(folder)
+    return folder

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import audit, clip, gates, mismatch
-    from .api import Run, evaluate, merge, train
+    from .api import Run, evaluate, merge, sample, train
     from .loss.advantages import Advantage
     from .loss.methods import Algorithm, algorithm, algorithms
     from .loss.objective import logit_score_sq, vocabulary_kl
@@ -27,6 +27,7 @@ __all__ = [
     "logit_score_sq",
     "merge",
     "mismatch",
+    "sample",
     "train",
     "vocabulary_kl",
 ]
@@ -47,6 +48,7 @@ _HOME = {
     "logit_score_sq": "loss.objective",
     "merge": "api",
     "mismatch": "mismatch",
+    "sample": "api",
     "train": "api",
     "vocabulary_kl": "loss.objective",
 }

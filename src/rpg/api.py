@@ -1,4 +1,4 @@
-"""``rpg.train``, ``rpg.evaluate``, ``rpg.merge`` and ``rpg.Run``: training from Python, as the commands do it.
+"""``rpg.train``, ``rpg.evaluate``, ``rpg.sample``, ``rpg.merge``, ``rpg.Run``: what the commands do, from Python.
 
 run = rpg.train(steps=20, rollout={"prompts": 16}, output="runs/notebook")
 run.metrics[-1]["reward/mean"], run.summary["eval"]
@@ -7,6 +7,7 @@ run.evaluate(k=8), run.model, run.report()
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -17,56 +18,71 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .run.auto import settled
 from .run.config import Config
-from .run.settings import build, change
+from .run.folder import LATEST, folder_to_resume
+from .run.settings import build, change, options_of
+from .secrets import instead, keep_hidden, secrets_in
+from .trust import check_trust, of_a_run, paths_of
 
 if TYPE_CHECKING:
+    from .ask.responder import Sampled
     from .distributed.ranks import World
     from .models.merge import Merged
     from .models.policy import Policy
     from .report.runs import RunData
+    from .run.view import View
     from .training.evaluate import Evaluation
 
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts" style="width:100%;height:48rem;border:0"></iframe>'
 
 
-def train(config: Config | str | os.PathLike[str] | None = None, *, resume: bool = False, **settings: Any) -> Run:
+def train(
+    config: Config | str | os.PathLike[str] | None = None,
+    *,
+    resume: bool = False,
+    trust: bool = False,
+    **settings: Any,
+) -> Run:
     """Train to the end, or until stopped, and give the run.
 
     ``config`` is a YAML file or a Config; None has the defaults: the built-in model on the built-in task. ``settings``
     are the keys of the YAML, which go before it: ``steps=20, rollout={"prompts": 4}`` or ``**{"rollout.prompts": 4}``.
-    With ``resume`` the run in ``output`` goes on from its newest checkpoint, with the settings it has.
+    With ``resume`` the run in ``output`` goes on from its newest checkpoint, with the settings it has; ``trust``: also
+    with code that they name, if somebody else made the run.
 
     What cannot work is a ValueError of one line. Under torchrun every process calls this; the first one writes, and a
     run that fails on the way ends all of them.
     """
-    config = configure(config, settings=settings, resume=resume)
+    config = configure(config, settings=settings, resume=resume, trust=trust)
     from .distributed.ranks import joined  # imports torch: a mistake in the settings is told before
     from .training.loop import Failed
 
     failure: ValueError | None = None
     with joined(config.device) as world:
         try:
-            fit(config, resume=resume, world=world)
+            summary = fit(config, resume=resume, world=world)
         except Failed as error:
             if not error.setup:  # other ranks may wait for this one: several end here, with the message
                 world.end_all(str(error), 1)
             failure = error
     if failure is not None:
         raise failure
-    return Run(config.output)
+    return Run(summary["folder"])
 
 
-def fit(config: Config, *, resume: bool, world: World) -> dict[str, Any]:
+def fit(config: Config, *, resume: bool, world: World, shown: View | None = None) -> dict[str, Any]:
     """Training, then report.html; gives the summary. A page that cannot be written is a warning: the run is whole."""
+    from .run.signals import echoes_ignored
     from .run.view import View
     from .training import loop
 
-    summary = loop.train(config, resume=resume, world=world)
+    summary = loop.train(config, resume=resume, world=world, shown=shown)
     if config.log.report and world.first:
         try:
-            Run(config.output).report()
-        except OSError as error:
+            with echoes_ignored() if summary["stopped_by"] else contextlib.nullcontext():
+                Run(summary["folder"]).report()
+        except (OSError, ValueError) as error:
             View().message(f"no report.html: {' '.join(str(error).split())}", "warning")
     return summary
 
@@ -77,20 +93,42 @@ def configure(
     flags: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
+    trust: bool = False,
 ) -> Config:
     """The settings of a run: from a file, over it ``flags`` as text or ``settings`` as Python values.
 
-    A run that is resumed brings its own file, unless another is named.
+    A run that is resumed brings its own file, unless another is named; which run: ``output``, or else the latest. Code
+    that the file of somebody else's run names is refused without ``trust``: see trust.py.
     """
     if isinstance(config, Config):
-        return change(config, settings or {})
-    file = None if config is None else Path(config)
-    if resume and file is None:
-        folder = Path({**(flags or {}), **(settings or {})}.get("output", Config.output))
-        file = folder / "config.yaml"
-        if not file.exists():
-            raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
-    return change(build(Config, file=file, flags=flags), settings or {})
+        chosen = _kept(change(config, settings or {}))
+    else:
+        file = None if config is None else Path(config)
+        if resume and file is None:
+            folder = folder_to_resume(str({**(flags or {}), **(settings or {})}.get("output", Config.output)))
+            file = folder / "config.yaml"
+            if not file.exists():
+                raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
+            settings = {**(settings or {}), "output": str(folder)}
+        chosen = _read(file, flags, settings)
+        resumed = resume and config is None  # whatever else lies in the folder
+        if file is not None and (resumed or of_a_run(file)) and not trust:
+            check_trust(chosen, file.parent, {*(flags or {}), *paths_of(settings or {})})
+    return replace(chosen, output=str(folder_to_resume(chosen.output))) if resume else chosen
+
+
+def _read(file: Path | None, flags: Mapping[str, Any] | None, settings: Mapping[str, Any] | None) -> Config:
+    """Whatever code the file names. A secret is refused in it."""
+    if file is not None:
+        for path, _ in secrets_in(options_of(build(Config, file=file))):
+            raise ValueError(f"{file}: {path} is a secret, and no place for one: take it out, and {instead(path)}")
+    return _kept(change(build(Config, file=file, flags=flags), settings or {}))
+
+
+def _kept(config: Config) -> Config:
+    """Its secrets are hidden from here on."""
+    keep_hidden(options_of(config))
+    return config
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -118,29 +156,56 @@ def evaluation_config(
     max_new_tokens: int | None = None,
     reward: str | None = None,
     checkpoint: str | int = "best",
+    trust: bool = False,
     flags: Mapping[str, Any] | None = None,
     warn: Callable[[str], None] = warnings.warn,
     **settings: Any,
 ) -> Config:
     """The settings of an evaluation; what is None is the run's own, or else the default (k 32, problems 256)."""
-    name = str(model.folder) if isinstance(model, Run) else os.fspath(model)
-    run = Path(name)
-    if not run.exists() and "/" in name and any(run.parent.glob("*/config.yaml")):
-        raise ValueError(f"there is no run {run} (and {run.parent} holds others)")
-    is_run = (run / "config.yaml").is_file()
-    config = configure(run / "config.yaml" if is_run else None, flags=flags, settings=settings)
-    if is_run:
-        name = str(checkpoint_folder(run, checkpoint, warn) / "model")
-    elif any((run / "model" / file).is_file() for file in ("config.json", "adapter_config.json")):
-        name = str(run / "model")
+    config, run = _open(model, checkpoint, flags, settings, warn)
     if task is not None:
         config = replace(config, task=replace(config.task, name=task, test=task, reward=None, rewards={}))
     named = {*settings, *(flags or {}), *(f"eval.{key}" for key in settings.get("eval", {}))}
     k = 32 if k is None and "eval.k" not in named else k
     problems = 256 if problems is None and "eval.problems" not in named else problems
     asked = {"task.reward": reward, "eval.temperature": temperature, "eval.top_p": top_p}
-    asked |= {"rollout.max_new_tokens": max_new_tokens, "eval.k": k, "eval.problems": problems, "model": name}
-    return change(config, {path: value for path, value in asked.items() if value is not None})
+    asked |= {"rollout.max_new_tokens": max_new_tokens, "eval.k": k, "eval.problems": problems}
+    asked = {path: value for path, value in asked.items() if value is not None}
+    config = change(config, asked)
+    _check_run(config, run, model, trust, {*paths_of(settings), *(flags or {}), *asked, *_of_task(task)})
+    return config
+
+
+def _of_task(task: str | None) -> tuple[str, ...]:
+    return () if task is None else ("task.name", "task.test")
+
+
+def _check_run(
+    config: Config, run: Path | None, model: str | os.PathLike[str] | Run, trust: bool, given: set[str]
+) -> None:
+    if run is not None and not trust and not (isinstance(model, Run) and model.trust):
+        check_trust(config, run, given)
+
+
+def _open(
+    model: str | os.PathLike[str] | Run,
+    checkpoint: str | int,
+    flags: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    warn: Callable[[str], None],
+) -> tuple[Config, Path | None]:
+    """The settings of a run, or the defaults, with the model that is meant; and the run's folder."""
+    name = str(model.folder) if isinstance(model, Run) else os.fspath(model)
+    run = Path(name)
+    if not run.exists() and "/" in name and any(run.parent.glob("*/config.yaml")):
+        raise ValueError(f"there is no run {run} (and {run.parent} holds others)")
+    is_run = (run / "config.yaml").is_file()
+    config = _read(run / "config.yaml" if is_run else None, flags, settings)
+    if is_run:
+        name = str(checkpoint_folder(run, checkpoint, warn) / "model")
+    elif any((run / "model" / file).is_file() for file in ("config.json", "adapter_config.json")):
+        name = str(run / "model")
+    return change(config, {"model": name}), run if is_run else None
 
 
 def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str], None] = warnings.warn) -> Path:
@@ -168,6 +233,63 @@ def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str]
     return saved[step]
 
 
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+
+def sample(
+    model: str | os.PathLike[str] | Run,
+    prompt: str | None = None,
+    *,
+    n: int = 4,
+    seed: int = 0,
+    answer: str | None = None,
+    raw: bool = False,
+    **options: Any,
+) -> list[Sampled]:
+    """Responses of a model or a run to a prompt, put as the run's task puts its problems.
+
+    None is one of the task's held-out problems; ``answer`` says what is right, where the task does not know it. With
+    ``raw`` the prompt goes in no template. ``options`` are those of sampling_config.
+    """
+    from .ask.question import question
+    from .ask.responder import Responder
+
+    warn = options.get("warn", warnings.warn)
+    config, temperature, task = sampling_config(model, **options)
+    asked = question(config, None if raw else task, prompt, answer, seed, warn)
+    return Responder(config, temperature=temperature).ask(asked, n, seed, raw=raw)
+
+
+def sampling_config(
+    model: str | os.PathLike[str] | Run,
+    *,
+    task: str | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_new_tokens: int | None = None,
+    checkpoint: str | int = "best",
+    trust: bool = False,
+    flags: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = warnings.warn,
+    **settings: Any,
+) -> tuple[Config, float, str | None]:
+    """(settings, temperature, the task whose problems the prompt is put like); what is None is the run's own."""
+    config, run = _open(model, checkpoint, flags, settings, warn)
+    task_given = task
+    builtin = config.model == "builtin"
+    if task is not None:
+        config = replace(config, task=replace(config.task, name=task, test=None, reward=None, rewards={}))
+    elif run is not None:
+        task = config.task.name
+    elif builtin:
+        task = "mixed"
+    asked = {"rollout.top_p": top_p, "rollout.max_new_tokens": max_new_tokens}
+    config = change(config, {path: value for path, value in asked.items() if value is not None})
+    _check_run(config, run, model, trust, {*paths_of(settings), *(flags or {}), *_of_task(task_given)})
+    config = settled(config)
+    return config, config.rollout.temperature if temperature is None else temperature, task
+
+
 # ---- merging ---------------------------------------------------------------------------------------------------------
 
 
@@ -181,12 +303,13 @@ def merge(
     weights: Sequence[float] | None = None,
     per: str = "layer",
     checkpoint: str | int = "last",
+    trust: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Merged:
     """Runs, or models, as one model in the folder ``output``: init + towards·slerp of what each has learnt.
 
-    ``init`` is the model that they began from; None: what the runs' settings say. ``note`` is told what is being done.
-    See docs/merge.md.
+    ``init`` is the model that they began from; None: what the runs' settings say. ``trust``: also with
+    code of their own, if others made the runs. ``note`` is told what is being done. See docs/merge.md.
     """
     import tempfile
 
@@ -202,6 +325,9 @@ def merge(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already: give another folder with -o")
+    for name in names if not trust else ():
+        if (Path(name) / "config.yaml").is_file():
+            check_trust(build(Config, file=Path(name) / "config.yaml"), Path(name), (), ["model_options."])
     begun = _beginning(names) if init is None else (init, {})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
@@ -255,12 +381,15 @@ def _beginning(names: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 
 class Run:
-    """A run's folder, finished or still running. What its files say is read when it is asked for."""
+    """A run's folder, finished or still running. What its files say is read when it is asked for.
 
-    def __init__(self, folder: str | os.PathLike[str] = Config.output):
+    ``trust``: code that its settings name may run, though somebody else made it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] = LATEST, *, trust: bool = False):
         from .report.runs import is_run
 
-        self.folder = Path(folder)
+        self.folder, self.trust = Path(folder), trust
         if not is_run(self.folder):
             self._data()  # says what is wrong
 
@@ -279,7 +408,9 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, one a step; pandas.DataFrame(run.metrics) is a table of them."""
-        return self._data().rows
+        from .report.runs import all_rows
+
+        return all_rows(self.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -288,7 +419,9 @@ class Run:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """Responses that were logged, with their prompts, rewards and advantages."""
-        return self._data().samples
+        from .run.folder import read_rows
+
+        return list(read_rows(self.folder / "samples.jsonl", []))
 
     def checkpoint(self, which: str | int = "best") -> Path:
         """Folder of a checkpoint: best, last, or that of a step. Its ``model`` is a Hugging Face model."""
@@ -300,6 +433,8 @@ class Run:
         from .training.setup import pick_device, pick_dtype
 
         config, folder = self.config, str(self.checkpoint() / "model")
+        if not self.trust:
+            check_trust(config, self.folder, (), ["model_options."])
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
         return Policy.load(folder, device=device, dtype=dtype, options=config.model_options)
@@ -330,3 +465,7 @@ class Run:
     def evaluate(self, task: str | None = None, **options: Any) -> list[Evaluation]:
         """See ``rpg.evaluate``."""
         return evaluate(self, task, **options)
+
+    def sample(self, prompt: str | None = None, **options: Any) -> list[Sampled]:
+        """See ``rpg.sample``."""
+        return sample(self, prompt, **options)

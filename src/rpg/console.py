@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import math
 import os
+import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +57,16 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def printable(text: str) -> str:
+    """Somebody else's text on one line of ours: what would move the cursor, turn the direction of writing or cannot be
+    encoded is shown as an escape, \\x1b. Backslashes stay as they are, as LaTeX is full of them."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+# Control characters (C0, DEL, C1), marks and overrides of direction, Unicode's line breaks, half surrogate pairs
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 def choose(what: str, name: str, names: Iterable[str]) -> str:
     """The message for a name that is not among these, with the nearest that is."""
     names = sorted(names)
@@ -63,6 +79,54 @@ def one_of(what: str, name: str, names: Iterable[str]) -> None:
     names = tuple(names)
     if name not in names:
         raise ValueError(choose(what, str(name), names))
+
+
+def install(requirement: str) -> str:
+    """The command that installs this from where the user is: into the Python that runs, rpg-rl from where it came."""
+    python = Path(sys.executable)
+    pip = shutil.which("pip")
+    if pip and Path(pip).parent == python.parent:
+        command = "pip install"
+    elif find_spec("pip") is None and shutil.which("uv"):
+        command = f"uv pip install --python {shlex.quote(_from_here(python))}"
+    else:
+        command = f"{shlex.quote(_from_here(python))} -m pip install"
+    name, bracket, extras = requirement.partition("[")
+    if name != "rpg-rl":
+        return f"{command} {shlex.quote(requirement)}"
+    clone = Path(__file__).resolve().parents[2]
+    if (clone / "pyproject.toml").is_file():
+        return f"{command} -e {shlex.quote(_from_here(clone) + bracket + extras)}"
+    return f"{command} {shlex.quote(_came_from(requirement))}"
+
+
+def _from_here(path: Path) -> str:
+    """Relative to the working directory, where it is inside."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+def _came_from(requirement: str) -> str:
+    """Of ours, as pip finds it again: a folder or an address that it was installed from, else its name."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        origin = json.loads(distribution("rpg-rl").read_text("direct_url.json") or "{}")
+        url = str(origin["url"])
+    except (PackageNotFoundError, OSError, ValueError, KeyError):
+        return requirement
+    system = origin.get("vcs_info", {}).get("vcs")
+    return f"{requirement} @ {system}+{url}" if system else f"{requirement} @ {url}"
+
+
+def own_command() -> str:
+    """How ``rpg`` is called from where the user is: by its name, or by its path where that is not on PATH."""
+    if shutil.which("rpg"):
+        return "rpg"
+    python = Path(sys.executable)
+    script = python.with_name("rpg")
+    return shlex.quote(_from_here(script)) if script.is_file() else f"{shlex.quote(_from_here(python))} -m rpg"
 
 
 def check_writable(path: Path) -> None:
@@ -100,6 +164,42 @@ def printed() -> Iterator[Console]:
     with to.capture() as captured:
         yield to
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+# ---- output that nobody reads ----------------------------------------------------------------------------------------
+
+
+def reaches(file: IO[str] | None, write: Callable[[], object]) -> bool:
+    """Whether it could be written: not to a pipe whose reader is gone, a full disk or a terminal that hung up."""
+    if getattr(file, "closed", False):
+        return False
+    try:
+        write()
+    except (OSError, SystemExit):  # rich makes a SystemExit of a broken pipe
+        return False
+    return True
+
+
+def complain(text: str) -> None:
+    """A line on stderr, if that can still be written."""
+    reaches(sys.stderr, lambda: print(text, file=sys.stderr, flush=True))
+
+
+def discard(file: IO[str]) -> None:
+    """From here on it leads nowhere: what is left in its buffer is no error when the process ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)
+
+
+def open_streams() -> None:
+    """Streams that were closed (>&-) lead nowhere, and no file of ours takes their places."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 # ---- numbers as text -------------------------------------------------------------------------------------------------

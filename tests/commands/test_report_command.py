@@ -29,6 +29,24 @@ def test_the_command_writes_the_page(tmp_path, one, capsys):
     assert "(2 runs)" in capsys.readouterr().err, "the same run twice is one"
 
 
+def test_a_dead_folder_does_not_hold_up_the_others(tmp_path, one, capsys):
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "page.html").touch()
+    (tmp_path / "latest").symlink_to(one.folder)
+    words = sorted(path for path in tmp_path.iterdir())
+    assert rpg_report(*words, one.folder, tmp_path / "gone\x1b", "-o", tmp_path / "all.html") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in lines[:-1]] == [
+        f"{tmp_path / 'dead'} is not a run, nor a folder of runs: no metrics.jsonl or summary.json in it",
+        f"{tmp_path / 'page.html'} is not a folder",
+        f"there is no folder {tmp_path / 'gone'}\\x1b",
+    ]
+    assert lines[-1] == f"wrote {tmp_path / 'all.html'} (1 run)"
+    with pytest.raises(cli.Mistake, match=r"dead is not a run, .*; there is no folder .*gone$"):
+        rpg_report(tmp_path / "dead", tmp_path / "gone", "-o", tmp_path / "none.html")
+    assert not (tmp_path / "none.html").exists()
+
+
 def test_the_commands_mistakes_are_one_line(tmp_path, one):
     cases = [
         ((tmp_path / "none",), "there is no folder"),
@@ -47,7 +65,7 @@ def test_a_report_needs_no_torch(one, tmp_path):
     code = (
         "import sys; import rpg.commands.report; from rpg.report import read_run, write;"
         "write([read_run(sys.argv[1])], sys.argv[2]);"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     line = [sys.executable, "-c", code, str(one.folder), str(tmp_path / "page.html")]
     assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,6 +1,7 @@
 """``rpg tasks``: the list, one task in full, and one line for a mistake."""
 
 import json
+import re
 
 import pytest
 
@@ -59,6 +60,24 @@ def test_one_of_them(tasks, tmp_path):
     assert out.count("template plain") == 3
     _, out, _ = tasks(train, "--test", rows(tmp_path / "own.jsonl", {"prompt": "Who?", "answer": "I"}))
     assert "own: none of its problems is in the training set\n" in out
+
+
+def test_escapes_in_the_data_do_not_reach_the_terminal(tasks, tmp_path):
+    bad = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u2028\x85\r"
+    prompt, fine = f"one{bad}\n\ttwo", {"prompt": "é 🙂 \\frac", "answer": "2"}
+    chat = [{"role": "system", "content": f"sys{bad}"}, {"role": "user", "content": prompt}]
+    train = rows(tmp_path / "train.jsonl", {"prompt": chat, "answer": f"a{bad}\nb"}, fine)
+    test = rows(tmp_path / "test.jsonl", {"prompt": prompt, "answer": "3"})
+    code, out, err = tasks(train, "--test", test)
+    assert (code, err) == (0, "")
+    assert not [c for c in bad if not (c.isascii() and c.isprintable()) and c in out]
+    assert "  one\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\u202e\\u2066" in out
+    assert "answer a\\x1b]0;owned" in out
+    assert "  é 🙂 \\frac\n" in out
+    assert max(map(len, out.split("\n"))) < 200, "the prompt's own lines stay lines"
+    assert re.search(r"^ +two$", out, re.MULTILINE)
+    code, _, err = tasks("no\x1b[2Jsuch")
+    assert (code, err.count("\n"), "\x1b" in err) == (2, 1, False)
 
 
 def test_columns_of_your_own(tasks, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rpg.models.loading import BUILTIN
 from running import ENV, Job, assert_one_line, checkpoints, metrics, summary
 
 Command = Callable[..., Job]
@@ -66,10 +69,16 @@ def test_the_script_itself(home: Path) -> None:
     assert done.stderr == ""
     assert "eval 0/2  arithmetic mean@2" in done.stdout
     assert "arithmetic mean@2: " in done.stdout
-    assert done.stdout.splitlines()[-1] == "run/report.html"
+    *_, heading, page, evaluate, sample = done.stdout.splitlines()
+    assert heading == "next:"
+    assert page.endswith("run/report.html")
+    assert [shlex.split(evaluate)[1:], shlex.split(sample)[1:3]] == [["eval", "run"], ["sample", "run"]]
+    prompts = {row["prompt"].strip() for row in map(json.loads, (home / "run" / "samples.jsonl").open())}
+    assert shlex.split(sample)[3] in prompts
+    assert shutil.which(shlex.split(evaluate)[0], path=ENV.get("PATH"))
     names = {path.name for path in (home / "run").iterdir()}
     wanted = {"config.yaml", "metrics.jsonl", "summary.json", "report.html", "samples.jsonl", "tensorboard"}
-    assert names == wanted | {"checkpoints"}
+    assert names == wanted | {"checkpoints", "run.id"}
     assert "high: 0.25" in (home / "run" / "config.yaml").read_text()
     assert summary(home / "run")["algorithm"] == "dapo"
     done = subprocess.run([*argv, "--stepz", "2"], **options)  # type: ignore[call-overload]
@@ -287,7 +296,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["--task.name", "long.jsonl", "--task.test", "long.jsonl"],
         ["a prompt has", "rollout.max_prompt_tokens=512", "1+1+1"],
     ),
-    "no room": (["--rollout.max_new_tokens", "250"], ["rollout.max_new_tokens=250", "256"]),
+    "no room": (
+        ["--rollout.max_new_tokens", "250"],
+        ["rollout.max_new_tokens=250", "256", "give --rollout.max_new_tokens 2"],
+    ),
     "unknown task": (["--task.name", "arithmetc"], ["unknown task 'arithmetc'. Did you mean 'arithmetic'?"]),
     "unknown algorithm": (["--algorithm", "gppo"], ["unknown algorithm 'gppo'", "grpo"]),
     "unknown loss option": (["--loss.betta", "1"], ["betta", "beta"]),
@@ -298,6 +310,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "broken model": (["--model", "./broken"], ["./broken has no tokenizer files"]),
     "bad device": (["--device", "cuda:7x"], ["device 'cuda:7x'"]),
     "absent device": (["--device", "xpu"], ["device 'xpu'"]),
+    "a device without memory": (["--device", "meta"], ["device 'meta' is not to be had"]),
+    "half a surrogate": (["--task.name", "surrogate.jsonl"], ["surrogate.jsonl:2: ", "half a surrogate pair"]),
+    "no UTF-8": (["--output", "runs/\udcff"], ["output must be UTF-8 text", r"'runs/\udcff'"]),
+    "a config without UTF-8": (["--config", "\udcff.yaml"], [".yaml: no such file"]),
+    "end tokens in words": (["--model", "./words"], ["eos_token_id must be a number, or several; got 'x'"]),
     "task that raises": (["--task.name", "tasks.py:raises"], ["tasks.py:raises raised KeyError", "lost"]),
     "task that is none": (["--task.name", "tasks.py:nothing"], ["must return a rpg.tasks.Task", "NoneType"]),
     "task without problems": (["--task.name", "tasks.py:empty"], ["no problems to train on"]),
@@ -318,6 +335,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(train: Command, home: Path, name: str) -> None:
     (home / "section.yaml").write_text("rolout:\n  temperature: 1\n")
+    (home / "surrogate.jsonl").write_text(DATA.replace("4+4", "4+\\ud800"))
+    shutil.copytree(BUILTIN, home / "words")
+    settings = json.loads((home / "words" / "generation_config.json").read_text())
+    (home / "words" / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": "x"}))
     (home / "key.yaml").write_text("rollout:\n  temprature: 1\n")
     (home / "type.yaml").write_text("steps: many\n")
     (home / "broken.yaml").write_text("steps: 3\nloss: [1\n")

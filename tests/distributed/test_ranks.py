@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-import runpy
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,13 @@ import torch
 import tiny
 from rpg import cli
 from rpg.distributed import ranks, split_work
-from rpg.distributed.ranks import ALONE, World, deal, joined, own_device
+from rpg.distributed.ranks import ALONE, World, deal, joined, named_device, own_device
 from rpg.distributed.shards import refuse_experts
 from rpg.models.policy import Policy
+from rpg.run.signals import Stop
 from rpg.training.batch import Batch, micro_batches, rank_micro_batches
 from rpg.training.loop import Trainer
+from rpg.training.setup import pick_device
 
 
 def test_prompts_are_dealt_once_and_the_same_prompt_to_one_rank() -> None:
@@ -117,8 +119,14 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="device 'cuda' is not to be had: torch finds no GPU here"):
         own_device("cuda", 0, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("gpu", "cuda", "gpu:1"):
+        with pytest.raises(ValueError, match=f"^device '{name}' is not to be had: torch finds no GPU"):
+            pick_device(name)
+    assert pick_device("auto") == torch.device("cpu")
+    assert (named_device("gpu"), named_device("gpu:1")) == (torch.device("cuda"), torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert own_device("cuda", 1, 2) == torch.device("cuda", 1)
+    assert own_device("cuda", 1, 2) == own_device("gpu", 1, 2) == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="8 processes and 2 GPUs: torchrun --nproc-per-node 2"):
         own_device("cuda", 0, 8)
 
@@ -132,7 +140,13 @@ def test_one_process_of_torchrun_is_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_torch_without_distributed_can_import_this(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", None)
-    assert runpy.run_path(ranks.__file__)["ALONE"].first
+    spec = importlib.util.spec_from_file_location("rpg.distributed.ranks_again", ranks.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert module.ALONE.first
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -144,7 +158,7 @@ def test_arguments_are_refused_by_one_rank(
     monkeypatch.setattr("rpg.cli.time.sleep", waited.append)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--optim.lr", "x"])
-    told = "rpg train: argument --optim.lr: must be a number; got 'x' (rpg train --help)\n"
+    told = "rpg train: argument --optim.lr: must be a number or auto; got 'x' (rpg train --help)\n"
     assert capsys.readouterr().err == (told if rank == "0" else "")
     assert bool(waited) == (rank == "1")  # torchrun would end the first before it has spoken
 
@@ -152,7 +166,7 @@ def test_arguments_are_refused_by_one_rank(
 def test_what_one_rank_warns_of_is_told_by_the_first() -> None:
     shown: list[str] = []
     everybody: list[Any] = [(None, ["both"]), ("SIGINT", ["both", "few slots"]), (None, [])]
-    run = SimpleNamespace(warnings=["both"], stop=SimpleNamespace(by=None))
+    run = SimpleNamespace(warnings=["both"], stop=Stop())
     run.world = SimpleNamespace(gather=lambda mine: [mine, *everybody[1:]])
     run.view = SimpleNamespace(message=lambda text, style: shown.append(f"{style}: {text}"))
     assert Trainer._told_to_stop(run)  # type: ignore[arg-type]

@@ -238,7 +238,9 @@ def test_a_rank_that_is_killed_early_is_told_by_who_is_left(launcher: Launcher, 
     """The first, before the run begins."""
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "import os\nif os.environ['RANK'] == '0': os.kill(os.getppid(), 9)\n"
+        "import os\n"  # between the rank and its worker stands a guard
+        "rank = int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])\n"
+        "if os.environ['RANK'] == '0': os.kill(rank, 9)\n"
         "def reward(response, answer, prompt): return 0\n"
     )
     job = launcher.start("train", "--output", tmp_path / "run", *TERSE, "--task.reward", f"{reward}:reward").wait()
@@ -258,7 +260,12 @@ def test_a_signal_to_one_rank_stops_all(launcher: Launcher, tmp_path: Path) -> N
     hint = "go on with: torchrun --nproc-per-node 2 -m rpg train --resume --output"
     assert hint in job.out[0]
 
-    job = launcher.start("train", "--output", twice, *TERSE, "--steps", "500")
+    patient = tmp_path / "patient.py"  # whose second signal is not taken for an echo
+    argv = ["train", "--output", str(twice), *TERSE, "--steps", "500"]
+    patient.write_text(
+        f"import sys, rpg.cli, rpg.run.signals\nrpg.run.signals.ECHO = 0.0\nsys.exit(rpg.cli.main({argv!r}))\n"
+    )
+    job = launcher.start(patient)
     job.until(lambda: lines(twice) > 1)
     for number in (signal.SIGINT, signal.SIGTERM):  # two of the same kind may come as one
         job.kill(1, number)
@@ -277,7 +284,7 @@ def test_what_does_not_run_on_several_ranks(launcher: Launcher, tmp_path: Path) 
 
 
 def test_torchrun_is_stopped_at_one_step(tmp_path: Path) -> None:
-    """The command of the docs; a signal that torchrun passes on, or that one of the processes gets, stops all."""
+    """The command of the docs, stopped as schedulers do it: each process gets the signal, and torchrun passes it on."""
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rpg", "train"]
     with (tmp_path / "log").open("w") as log:
@@ -290,7 +297,8 @@ def test_torchrun_is_stopped_at_one_step(tmp_path: Path) -> None:
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < limit, (tmp_path / "log").read_text()
             time.sleep(0.01)
-        os.kill(process.pid, signal.SIGTERM)
+        for pid in (*children(process.pid), process.pid):
+            os.kill(pid, signal.SIGTERM)
         process.wait(60)
     finally:
         if process.poll() is None:
@@ -299,3 +307,10 @@ def test_torchrun_is_stopped_at_one_step(tmp_path: Path) -> None:
     assert (about["status"], about["stopped_by"]) == ("stopped", "SIGTERM"), (tmp_path / "log").read_text()
     assert (folder / "checkpoints" / f"step-{about['step']:06d}").exists()
     assert metrics(folder)[-1]["step"] == about["step"] < 500
+
+
+def children(pid: int) -> list[int]:
+    stats = [path.read_text().rpartition(")")[::2] for path in Path("/proc").glob("[0-9]*/stat")]
+    found = [int(name.split()[0]) for name, rest in stats if int(rest.split()[1]) == pid]
+    assert found
+    return found

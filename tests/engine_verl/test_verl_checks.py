@@ -101,6 +101,24 @@ def test_a_run_as_published_goes_without_remarks():
         assert not list(remarks(settings_of(config.actor_rollout_ref.actor), config))
 
 
+def test_the_loss_alone_brings_its_advantage_and_needs_no_critic():
+    from verl.trainer.ppo.utils import need_critic
+
+    for mode, estimator in {"rpg-reinforce-urkl": "rpg:rpg-reinforce-urkl", "rpg:sapo": "rpg:sapo"}.items():
+        config = run_config([f"{MODE}={mode}"])
+        assert (config.algorithm.adv_estimator, config.critic.enable, need_critic(config)) == (estimator, False, False)
+    assert run_config([f"{MODE}=rpg:sapo", "algorithm.adv_estimator=grpo"]).algorithm.adv_estimator == "grpo"
+    asked = run_config([f"{MODE}=rpg:ppo", "critic.enable=True"])
+    assert (asked.algorithm.adv_estimator, asked.critic.enable) == ("gae", True), "a critic that is asked for stays"
+    assert run_config([f"{MODE}=vanilla"]).algorithm.adv_estimator == "gae", "verl's own are left alone"
+    config = run_config([f"{MODE}=rpg-reinforce-urkl"])
+    found = list(remarks(settings_of(config.actor_rollout_ref.actor), config))
+    assert [re.search("dynamic sampling|overlong penalty", line)[0] for line in found] == [
+        "dynamic sampling",
+        "overlong penalty",
+    ]
+
+
 def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise():
     longest = run_config([*overrides_of(Case("dr-grpo")), f"{ACTOR}.loss_scale_factor=null"])
     assert longest.actor_rollout_ref.actor.loss_scale_factor == longest.data.max_response_length

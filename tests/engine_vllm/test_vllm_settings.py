@@ -1,12 +1,14 @@
 """What needs no vLLM: the error without it, which weights are pushed, whose log-probabilities are the old ones."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
 
 import rpg
 from engine_vllm.small_models import PROMPTS, make
+from rpg.console import install
 from rpg.models.plain_weights import merged_state, stored_state
 from rpg.rollout.vllm import VllmEngine
 from rpg.run.config import Config, RolloutConfig
@@ -17,7 +19,7 @@ peft = pytest.importorskip("peft")
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm_one_line_says_what_to_install():
-    with pytest.raises(ValueError, match=r"^rollout.engine=vllm needs vLLM: pip install 'rpg-rl\[vllm\]'$"):
+    with pytest.raises(ValueError, match=re.escape(f"needs vLLM: {install('rpg-rl[vllm]')}")):
         VllmEngine(make(), [1], 100)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +67,7 @@ def test_problems_and_rewards_of_a_file(tmp_path, capsys):
     }
     tokenizer = _characters(tmp_path / "model", chat=True)
     line = [f"--{name}={value}" for name, value in (flags | {"model": str(tokenizer)}).items()]
-    exported(tmp_path / "out", *line)
+    exported(tmp_path / "out", *line, "--insist")  # on the rate of the built-in model
     said = capsys.readouterr().out
     assert "40 problems" in said
     assert f"bash {tmp_path / 'out' / 'run.sh'}" in said
@@ -240,6 +241,51 @@ def test_from_a_run_of_rpg_train(tmp_path, capsys):
         assert main(["export", "verl", recipe_of, "--from", str(run), "-o", str(tmp_path / "b"), *line]) == 2
         assert said in capsys.readouterr().err
         assert not (tmp_path / "b").exists()
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """Whom this process tried to reach: there is no network here."""
+    asked = []
+
+    def refuse(self, address):
+        asked.append(address)
+        raise OSError(101, "Network is unreachable")
+
+    def unknown(host, *_, **__):
+        asked.append(host)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    return asked
+
+
+def test_without_a_network_what_is_missing_is_said_at_once(tmp_path, capsys, connections, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"waits {seconds} s to ask again"))
+    path = str(RECIPES["builtin/rpg-urkl.yaml"])
+    line = ["export", "verl", path, "-o", str(tmp_path / "out"), "--optim.lr", "auto", "--model", "Qwen/no-such-model"]
+    assert main(line) == 2
+    said = capsys.readouterr().err
+    assert said == "rpg export: Qwen/no-such-model: no network, and it is not in the cache: give a local folder\n"
+    asked = len(connections)
+    assert 0 < asked <= 2, "one request"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(line) == 2
+    assert "the hub is not asked (HF_HUB_OFFLINE)" in capsys.readouterr().err
+    assert main([*line[:-1], str(tmp_path / "none")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert len(connections) == asked
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_without_downloads_asks_nobody_and_finds_a_free_folder(tmp_path, capsys, connections, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rpg-urkl-verl", "rpg-urkl-verl-2", "rpg-urkl-verl-3"):
+        assert main(["export", "verl", str(RECIPES["builtin/rpg-urkl.yaml"]), "--steps=1", "--eval.problems=2"]) == 0
+        assert f"run.sh to export/{name}\nrun it with: bash export/{name}/run.sh\n" in capsys.readouterr().out
+        assert (tmp_path / "export" / name / "run.sh").exists()
+    assert connections == []
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

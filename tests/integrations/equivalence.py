@@ -20,7 +20,9 @@ import tiny
 from rpg.loss.methods import Method
 from rpg.models.policy import Policy
 from rpg.rollout import Rollout
+from rpg.run.auto import settled
 from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig, TaskConfig
+from rpg.run.folder import RunFolder
 from rpg.tasks import Problem
 from rpg.training.batch import Batch, make_batch, with_advantages
 from rpg.training.collect import Group, Response
@@ -110,7 +112,7 @@ class Case:
 
     @cached_property
     def config(self) -> Config:
-        return Config(
+        config = Config(
             algorithm=self.name,
             loss=dict(self.options),
             rollout=RolloutConfig(
@@ -122,6 +124,7 @@ class Case:
             device="cpu",
             dtype="float32",
         )
+        return settled(config)
 
     def policy(self, weights: dict[str, Tensor]) -> Policy:
         return Policy(self.model(weights), tiny.tokenizer(), TEMPERATURE)
@@ -166,7 +169,7 @@ def through_rpg_train(case: Case, accumulation: int = 1) -> tuple[float, dict[st
 
     optimizer.clip = look  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        updater = Updater(config, case.method, policy, optimizer, Path(folder))
+        updater = Updater(config, case.method, policy, optimizer, RunFolder(Path(folder)))
         accumulate = updater._accumulate
         updater._accumulate = lambda batch, means, _: accumulate(batch, means, tokens)  # type: ignore[method-assign]
         metrics = updater.update(case.batch, step=1)

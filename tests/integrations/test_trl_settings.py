@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import re
 import warnings
 
 import accelerate
@@ -17,6 +18,7 @@ import trl
 
 import rpg
 from integrations.trl_fixed import config
+from rpg.console import install
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.integrations.trl.config import DECIDED
 from rpg.integrations.trl.reference import TRLReference
@@ -167,7 +169,7 @@ def test_without_trl_or_with_another_version(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("rpg.integrations.versions.version", gone)
-    with pytest.raises(ImportError, match=r"pip install 'rpg-rl\[trl\]'"):
+    with pytest.raises(ImportError, match=re.escape(install("rpg-rl[trl]"))):
         importlib.reload(package)
     monkeypatch.setattr("rpg.integrations.versions.version", lambda name: "1.20.0")
     with pytest.raises(ImportError, match=r"was tested with trl >=1.16,<1.17"):

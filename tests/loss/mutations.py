@@ -28,12 +28,27 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parents[1] / "src" / "rpg"
 ORACLES = {  # the tests that a module's mutants are shown, quick ones first
     "objective": ("mutation_oracles", "errors", "exact", "policy_loss"),
-    "policy_loss": ("mutation_oracles", "errors", "gates", "exact", "mismatch", "clip", "policy_loss", "metrics"),
-    "terms": ("mutation_oracles", "errors", "gates", "exact", "clip", "policy_loss", "metrics"),
-    "clip": ("mutation_oracles", "errors", "clip", "policy_loss", "metrics"),
+    "policy_loss": (
+        "mutation_oracles",
+        "errors",
+        "gates",
+        "exact",
+        "mismatch",
+        "clip",
+        "clip_bounds",
+        "policy_loss",
+        "metrics",
+    ),
+    "terms": ("mutation_oracles", "errors", "gates", "exact", "clip", "clip_bounds", "policy_loss", "metrics"),
+    "clip": ("mutation_oracles", "errors", "clip", "clip_bounds", "policy_loss", "metrics"),
     "mismatch": ("mutation_oracles", "errors", "exact", "mismatch"),
     "gates": ("gates",),
-    "methods": ("methods",),
+    "control_variate": ("mutation_oracles", "policy_loss", "exact"),
+    "loss/methods/shared": ("methods",),
+    "loss/methods/rpg_paper": ("methods",),
+    "loss/methods/policy_gradients": ("methods",),
+    "loss/methods/weights": ("methods",),
+    "loss/methods/baselines": ("methods",),
     "advantages": ("baselines", "advantages"),
     "anchor": ("anchor",),
     "kernels/kept": ("kernels/kept_oracle",),
@@ -208,7 +223,11 @@ def of_module(module):
 
 def of_tree(module, tree):
     wanted = ONLY.get(module, ("",))
-    return [mutant for mutant in mutants(tree, rows=module == "methods") if function_of(mutant).startswith(wanted)]
+    return [
+        mutant
+        for mutant in mutants(tree, rows=module.startswith("loss/methods/"))
+        if function_of(mutant).startswith(wanted)
+    ]
 
 
 def describe(site, old, new, parents):

@@ -234,8 +234,9 @@ def scaled(logp_NT, mass):
 def test_an_unnormalised_old_policy_as_the_reference(mass, divergence, estimator, scenario, shape):
     for p in problems(scenario, shape):
         old_NT, loss = scaled(p.batch.old_logp_NT, mass), summed(divergence, estimator, level="sequence")
-        assert float(old_NT.sum(-1).exp().sum()) == pytest.approx(mass)
-        exact_P = ascent_to(p, divergence, old_NT.sum(-1))
+        old_N = (old_NT * p.mask_NT).sum(-1)
+        assert float(old_N.exp().sum()) == pytest.approx(mass)
+        exact_P = ascent_to(p, divergence, old_N)
         c_NT = coefficients(loss, p.batch, old_logp=old_NT, ref_logp=None, old_mass=mass)
         assert error(p, c_NT, exact_P) < 1e-10
         assert error(p, coefficients(loss, p.batch, old_logp=old_NT, ref_logp=None), exact_P) > 0.01
@@ -250,7 +251,7 @@ def test_an_unnormalised_reference_needs_nothing(mass, divergence, estimator, sc
     for p in problems(scenario, shape):
         ref_NT = scaled(p.batch.ref_logp_NT, mass)
         c_NT = coefficients(summed(divergence, estimator, level="sequence"), p.batch, ref_logp=ref_NT)
-        assert error(p, c_NT, ascent_to(p, divergence, ref_NT.sum(-1))) < 1e-10
+        assert error(p, c_NT, ascent_to(p, divergence, (ref_NT * p.mask_NT).sum(-1))) < 1e-10
 
 
 # ---- samplers that are not the trainer ------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ def test_the_control_variate_is_fitted_outside_the_group(scored, groups, level, 
     score_sq = score_sq if level == "token" else score_sq.sum(-1)
     given = {"groups": None if groups is None else torch.tensor(groups), "score_sq": score_sq if scored else None}
     plain = summed("urkl", estimator, level=level)
-    log_w = (b.logp_NT - b.old_logp_NT)[rows]
+    log_w = ((b.logp_NT - b.old_logp_NT) * b.mask_NT)[rows]
     w = (log_w if level == "token" else log_w.sum(-1)).exp()
     omega = -coefficients(plain, b, rows)
     omega = omega if level == "token" else omega[:, 0]

@@ -55,24 +55,17 @@ EQUIVALENT = {
         "PolicyLoss._terms: x.logp.detach() -> x.logp": NO_GRADIENT,
         "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp": NO_GRADIENT,
         "PolicyLoss._omega_to_go: x.logp.detach() -> x.logp (#2)": NO_GRADIENT,
-        "_control_variate: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
-        "_control_variate: int(group.max()) + 1 -> int(group.max()) + 2": "a further group without members",
         f"PolicyLoss.__call__: {BONUS} and {GIVEN} -> {BONUS} or {GIVEN}": "0 multiplies; without an entropy: refused",
-        "PolicyLoss._choose: terms.ratios.w.detach() -> terms.ratios.w": NO_GRADIENT,
         "PolicyLoss._choose: x.logp.detach() -> x.logp": NO_GRADIENT,
-        "PolicyLoss._choose: terms.log_w.detach() -> terms.log_w": NO_GRADIENT,
         "PolicyLoss._terms: state_kl.detach() -> state_kl": NO_GRADIENT,
         "_bound_tokens: log_w_BT.detach() -> log_w_BT": NO_GRADIENT,
-        "_control_variate: others[1] > 0 -> others[1] >= 0": "of no others the sums are 0, and so is their quotient",
-        "_control_variate: others[1] > 0 -> others[1] > -1": "of no others the sums are 0, and so is their quotient",
-        "_sums_of_others: x.shape[:-1] -> x.shape[:1]": TWO_AXES,
-        "_control_variate: others[1].clamp(min=1e-30) -> others[1].clamp(min=-1.0)": "torch.where drops the quotient",
     },
     "terms": {
         "Terms.signed_advantage: self.ratios.detach() -> self.ratios": NO_GRADIENT,
         "Terms.weight: self.ratios.w.detach() -> self.ratios.w": NO_GRADIENT,
         "Terms.omega_kl: self.ratios.detach() -> self.ratios": NO_GRADIENT,
         "Terms.omega_kl: self.log_w.detach() -> self.log_w": NO_GRADIENT,
+        "Terms.cut: self.ratios.w.detach() -> self.ratios.w": NO_GRADIENT,
         "Terms.differentiable: regularised.detach() -> regularised": NO_GRADIENT,
     },
     "clip": {
@@ -91,6 +84,14 @@ EQUIVALENT = {
             "what is counted twice has v = 0, hence q = 0, in every term that p enters"
         ),
     },
+    "control_variate": {
+        "control_variate: x.ratios.w.detach() -> x.ratios.w": NO_GRADIENT,
+        "control_variate: int(group.max()) + 1 -> int(group.max()) + 2": "a further group without members",
+        "control_variate: others[1] > 0 -> others[1] >= 0": "of no others the sums are 0, and so is their quotient",
+        "control_variate: others[1] > 0 -> others[1] > -1": "of no others the sums are 0, and so is their quotient",
+        "_sums_of_others: x.shape[:-1] -> x.shape[:1]": TWO_AXES,
+        "control_variate: others[1].clamp(min=1e-30) -> others[1].clamp(min=-1.0)": "torch.where drops the quotient",
+    },
     "mismatch": {},
     "gates": {
         "ClipCov.choose: covariance > self.cov_low -> covariance >= self.cov_low": NO_MASS,
@@ -99,12 +100,14 @@ EQUIVALENT = {
             "one axis: the first is the last"
         ),
     },
-    "methods": {
+    "loss/methods/shared": {
         "dual_clip: A < 0 -> A <= 0": NO_MASS,
         "rpg_clip: A_hat >= 0 -> A_hat > 0": NO_MASS,
         "rpg_clip: w < high -> w <= high": NO_MASS,
         "rpg_clip: w > low -> w >= low": NO_MASS,
         "rpg_clip: w < c -> w <= c": NO_MASS,
+    },
+    "loss/methods/rpg_paper": {
         "rpg_reinforce_fkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
         "rpg_reinforce_rkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
         "rpg_reinforce_ufkl_plain: omega / w -> omega": "the sign of ω/w is that of ω",
@@ -113,7 +116,16 @@ EQUIVALENT = {
         **dict.fromkeys(
             (f"rpg_reinforce_{kl}: clip.RPGClip -> clip.DualClip" for kl in ("fkl", "rkl", "ufkl")), BOTH_CUT
         ),
+    },
+    "loss/methods/policy_gradients": {
         "cpgd_plain: A >= 0 -> A > 0": NO_MASS,
+        "atr_grpo_plain: r > 1 -> r >= 1": NO_MASS,
+        "atr_grpo_plain: A >= 0 -> A > 0": NO_MASS,
+        "atr_grpo_plain: k3(r) > 0.05 -> k3(r) >= 0.05": NO_MASS,
+        "topr_plain: A > 0 -> A >= 0": NO_MASS,
+        "sapo_plain: A > 0 -> A >= 0": NO_MASS,
+    },
+    "loss/methods/weights": {
         "dppo_tv_plain: A >= 0 -> A > 0": NO_MASS,
         "dppo_tv_plain: gain > 0.15 -> gain >= 0.15": NO_MASS,
         "dppo_tv_plain: gain < -0.15 -> gain <= -0.15": NO_MASS,
@@ -126,12 +138,8 @@ EQUIVALENT = {
         "gmpo_plain: A >= 0 -> A > 0": NO_MASS,
         "vespo_plain: A >= 0 -> A > 0": NO_MASS,
         "vespo_plain: A >= 0 -> A > 0 (#2)": NO_MASS,
-        "atr_grpo_plain: r > 1 -> r >= 1": NO_MASS,
-        "atr_grpo_plain: A >= 0 -> A > 0": NO_MASS,
-        "atr_grpo_plain: k3(r) > 0.05 -> k3(r) >= 0.05": NO_MASS,
-        "topr_plain: A > 0 -> A >= 0": NO_MASS,
-        "sapo_plain: A > 0 -> A >= 0": NO_MASS,
     },
+    "loss/methods/baselines": {},
     "advantages": {
         f"Groups.least: {LEAST.format(0)} -> {LEAST.format(-1)}": "one axis: the first is the last",
         "success_rate: success_N < -1e-06 -> success_N <= -1e-06": NO_MASS,

@@ -1,6 +1,7 @@
 """Adapters: only they are trained, they are what is sampled from, and PEFT reads what is saved."""
 
 import json
+import re
 
 import peft
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 import tiny
 from rollout.engines import engine, forward_logp
+from rpg.console import install
 from rpg.kernels.fused import fuse
 from rpg.kernels.merged import merge, merging
 from rpg.models import BUILTIN, adapters
@@ -355,5 +357,5 @@ def test_an_adapter_without_its_model(base, tmp_path):
 
 def test_without_the_package_the_extra_is_named(base, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ValueError, match=r"pip install 'rpg-rl\[peft\]'"):
+    with pytest.raises(ValueError, match=re.escape(install("rpg-rl[peft]"))):
         load(base)

@@ -1,5 +1,7 @@
 """GGUF files, written here as llama.cpp does: the model in them is the model they were made from."""
 
+import re
+
 import gguf
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import transformers
 
 import tiny
 from models.gguf_files import MODELS, SPECIAL, made, permuted, tokens, write
+from rpg.console import install
 from rpg.models.gguf import end_ids
 from rpg.models.loading import load
 from rpg.models.policy import Policy
@@ -134,7 +137,7 @@ def test_a_kind_of_model_that_transformers_does_not_know(tmp_path):
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "m.gguf", made("llama"))
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install 'rpg-rl\[gguf\]'"):
+    with pytest.raises(ValueError, match=re.escape(install("rpg-rl[gguf]"))):
         load(str(path))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -29,10 +28,6 @@ from rpg.run.config import (
     RolloutConfig,
     TaskConfig,
 )
-from rpg.tasks import Problem, Task
-from rpg.tasks.templates import WRAPPED
-from rpg.training.loop import Failed, train
-from rpg.training.setup import check_rewards, make_scorer
 
 QWEN = Config(
     model="Qwen/Qwen3-4B",
@@ -316,68 +311,6 @@ def test_devices():
         named("h20")
 
 
-# ---- rewards and prompts ---------------------------------------------------------------------------------------------
-
-MISTAKES = {
-    "unknown template 'boxd'. Did you mean 'boxed'?": {"template": "boxd"},
-    "cannot read none.txt": {"template": "@none.txt"},
-    "empty.txt must have {prompt} in it": {"template": "@empty.txt"},
-    "unknown reward in task.rewards: 'corect'. Did you mean 'correct'?": {"rewards": {"corect": 1.0}},
-    "the weight of correct must be a finite number; got nan": {"rewards": {"correct": float("nan")}},
-    "the weight of format must be a finite number; got 'nan'": {"rewards": {"correct": 1.0, "format": "nan"}},
-    "all weights are 0": {"rewards": {"correct": 0.0}},
-    "task.reward is the only reward": {"reward": "mine.py:score", "rewards": {"correct": 1.0}},
-    "no such file: none.py": {"reward": "none.py:score"},
-    "'mine.py' names no function": {"reward": "mine.py"},
-    "mine.py has no function 'scor'; did you mean 'score'?": {"rewards": {"correct": 1.0, "mine.py:scor": 0.5}},
-    "is no function but int": {"reward": "mine.py:NUMBER"},
-    "broken.py: KeyError: 'x' (line 2)": {"reward": "broken.py:score"},
-    "bye (line 2)": {"rewards": {"leaves.py:score": 1.0}},
-    "No module named 'no_such_module'": {"reward": "no_such_module:score"},
-}
-
-
-@pytest.fixture
-def rewards(tmp_path):
-    (tmp_path / "mine.py").write_text("def score(response, answer, prompt):\n    return 1.0\nNUMBER = 3\n")
-    (tmp_path / "broken.py").write_text("x = {}\nx['x']\n")
-    (tmp_path / "leaves.py").write_text("import sys\nsys.exit('bye')\n")
-    (tmp_path / "empty.txt").write_text("Solve it.")
-    (tmp_path / "prompt.txt").write_text("Solve {prompt}")
-
-
-@pytest.mark.parametrize("text", MISTAKES)
-def test_what_a_run_would_refuse_of_rewards_and_templates(text, rewards, tmp_path):
-    config = Config(task=TaskConfig(**MISTAKES[text]), output=str(tmp_path / "run"))
-    lines = []
-    for refused in (lambda: plan(config, "cpu"), lambda: train(config)):
-        with pytest.raises((ValueError, Failed)) as error:
-            refused()
-        lines.append(str(error.value))
-    assert text in lines[0]
-    assert lines[0] == lines[1]
-    assert "\n" not in lines[0]
-
-
-def test_rewards_and_templates_that_a_run_takes(rewards):
-    for task in (
-        TaskConfig(template="@prompt.txt", rewards={"correct": 1.0, "format": 0.0, "mine.py:score": -0.5}),
-        TaskConfig(template="Solve {prompt}", reward="mine.py:score"),
-        TaskConfig(template="think", rewards={"mine:score": 1}),
-    ):
-        assert plan(Config(task=task), "cpu").fits
-    start = time.perf_counter()
-    check_rewards(Config(task=TaskConfig(rewards={"correct": 1.0, "mine.py:score": 0.5})))
-    assert time.perf_counter() - start < 5  # one small process
-
-
-def test_a_template_that_no_problem_takes_is_refused_all_the_same():
-    problems = [Problem("1+1", "2", template=WRAPPED)]
-    config = Config(task=TaskConfig(template="boxd"))
-    with pytest.raises(ValueError, match="unknown template 'boxd'"):
-        make_scorer(config, Task("t", problems, problems, lambda *_: 1.0, trusted=True))
-
-
 # ---- as text ---------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +347,24 @@ def test_the_text_of_others(capsys):
         "as if it fitted, with 64 responses at a time",
     ):
         assert text in out, text
+
+
+def test_what_is_auto_is_said_and_what_would_spoil_a_model_is_crossed(capsys):
+    asked = Config(model="Qwen/Qwen3-4B", task=replace(QWEN.task, name="gsm8k"))
+    show(plan(asked, "h200"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "lr 1e-06 (auto: all weights of a pretrained model)" in out
+    assert "4,096 tokens (auto: Qwen3-4B thinks before it answers)" in out
+    assert "✗ optim" not in out
+    assert "✗ rollout" not in out
+    show(plan(replace(asked, optim=OptimConfig(lr=5e-4), rollout=RolloutConfig(max_new_tokens=80)), "h200"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "✗ optim.lr 0.0005 on all weights of a pretrained model ruins it" in out
+    assert "✗ rollout.max_new_tokens 80 cuts nearly every response" in out
+    show(plan(replace(asked, rollout=RolloutConfig(max_new_tokens=40960)), "h200"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "✗ rollout.max_new_tokens 40,960 and prompts of some 256 tokens do not fit into the 40,960" in out
+    assert plan(Config(), "cpu").objections == ()
 
 
 def test_durations():

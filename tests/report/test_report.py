@@ -16,13 +16,14 @@ from rpg import report
 from rpg.console import amount, duration, percent
 from rpg.report.charts import CHARTS, present
 from rpg.report.labels import spread
+from rpg.report.metrics import Metrics, finite
 from rpg.report.payload import SAMPLES, TEXT, curves, embed, evenly, gather, sampled, stride
-from rpg.report.runs import RunData, elapsed, finite
+from rpg.report.runs import RunData
 from rpg.report.scores import Average, averages, differences, group_by_experiment, scores
 
 
 def run_of(tmp_path, name="r", rows=(), **more):
-    return RunData(name=name, folder=tmp_path / name, rows=list(rows), **more)
+    return RunData(name=name, folder=tmp_path / name, rows=Metrics(rows), **more)
 
 
 def evaluated(*values, task="math", k=8, every=10):
@@ -66,7 +67,7 @@ def test_a_line_being_written_is_no_fault_and_a_broken_one_is_counted(tmp_path):
 def test_a_step_written_twice_has_its_later_values(tmp_path):
     rows = [{"step": 2, "a": 1, "b": 1}, {"step": 1, "a": 5}, {"step": 2, "a": 2}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert report.read_run(tmp_path).rows == [{"step": 1, "a": 5}, {"step": 2, "a": 2, "b": 1}]
+    assert list(report.read_run(tmp_path).rows) == [{"step": 1, "a": 5}, {"step": 2, "a": 2, "b": 1}]
 
 
 def test_metrics_alone_or_a_summary_alone_make_a_run(tmp_path):
@@ -128,8 +129,8 @@ def test_a_folder_of_runs_is_its_runs(tmp_path):
 
 def test_only_finite_numbers_are_numbers():
     assert [finite(x) for x in (1, 2.5, True, "1", None, math.nan, math.inf, 10**400)] == [1, 2.5] + [None] * 6
-    assert elapsed({"time/step": 3.0, "time/train": 2.0}) == 3.0
-    assert elapsed({"time/rollout": 1.0, "time/train": math.nan}) == 1.0
+    rows = [{"step": 1, "time/step": 3.0, "time/train": 2.0}, {"step": 2, "time/rollout": 1.0, "time/train": math.nan}]
+    assert Metrics(rows).seconds.tolist() == [3.0, 1.0]
 
 
 # ---- first, last, best -----------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_of_three_the_second_highest_is_underlined(tmp_path):
         ["gspo", "1", "*80.0", "_80.0"],
         ["ppo", "1", "40.0", "50.0"],
     ]
-    equal = [replace(run, rows=evaluated(0.1, 0.3 if i % 2 else 0.1 + 0.2)) for i, run in enumerate(runs)]
+    equal = [replace(run, rows=Metrics(evaluated(0.1, 0.3 if i % 2 else 0.1 + 0.2))) for i, run in enumerate(runs)]
     assert [row[2:] for row in Reader(report.page(equal)).tables["results"][2:]] == [["*30.0", "*30.0"]] * 4
 
 
@@ -250,6 +251,25 @@ def test_a_run_that_is_not_finished_is_marked(tmp_path):
     assert "dapo †" in text
     assert "dapo-0: failed at step 20: out of &lt;memory&gt;" in text
     assert "†" not in report.page(three(tmp_path))
+
+
+def test_an_end_that_was_planned_is_no_warning(tmp_path):
+    late = {"status": "finished", "message": "ended after step 20: its 3 minutes are over", "stopped_by": "minutes"}
+    run = replace(three(tmp_path)[0], summary=late)
+    run.config["minutes"] = 3.0
+    text = report.page([run])
+    assert 'class="notes"' not in text
+    assert "ended by its 3 minutes" in text
+    starved = {"status": "finished", "message": "no group had a signal"}
+    assert 'class="notes"' in report.page([replace(run, summary=starved)])
+
+
+def test_the_dots_on_a_page_are_those_of_its_curves(tmp_path):
+    text = report.page(three(tmp_path))
+    data = json.loads(re.search(r'<script[^>]* id="data"[^>]*>(.*?)</script>', text, re.S)[1])
+    shown = re.findall(r'<i class="swatch ([cd\d ]+)">', text)
+    assert [group["swatch"] for group in data["groups"]] * 2 == shown
+    assert shown[:2] == ["c2 d0", "c4 d0"]  # grpo, dapo
 
 
 def test_two_tasks_have_two_columns_each(many):
@@ -414,19 +434,8 @@ def hostile_run(tmp_path):
     for name in ("summary.json", "samples.jsonl"):
         path = folder / name
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        texts = (
-            "name",
-            "message",
-            "device",
-            "prompt",
-            "response",
-            "answer",
-            "split",
-            "level",
-            "algorithm",
-            "status",
-            "task",
-        )
+        about = ("name", "message", "device", "split", "level", "algorithm", "status", "task")
+        texts = (*about, "prompt", "response", "answer")
         made = [{k: HOSTILE if k in texts else v for k, v in line.items()} | {"message": HOSTILE} for line in lines]
         path.write_text("\n".join(map(json.dumps, made)) + "\n")
     (folder / "config.yaml").write_text(json.dumps({"seed": HOSTILE, HOSTILE: HOSTILE}))
@@ -481,13 +490,7 @@ def test_no_runs_are_refused():
 
 
 def test_numbers_in_words():
-    assert [duration(s) for s in (None, 4.25, 59, 61, 3600, 8700)] == [
-        "–",
-        "4.2 s",
-        "59 s",
-        "1 min 1 s",
-        "1 h 0 min",
-        "2 h 25 min",
-    ]
+    words = ["–", "4.2 s", "59 s", "1 min 1 s", "1 h 0 min", "2 h 25 min"]
+    assert [duration(s) for s in (None, 4.25, 59, 61, 3600, 8700)] == words
     assert [amount(x) for x in (None, 12, 999.7, 1234, 1_048_576)] == ["–", "12", "1 k", "1.23 k", "1.05 M"]
     assert spread(Average(0.9041, 0.0123, 3)) == "90.4 ± 1.2"

@@ -116,8 +116,19 @@ def test_nested_sections_and_mixed_tuples():
         (["--confg", "1"], "unknown option --confg; did you mean --config?"),
         (["--rollout.temp", "1"], "unknown option --rollout.temp"),  # no abbreviations
         (["--xyzzy"], "unknown option --xyzzy"),
-        (["--optim.lr", "fast"], "argument --optim.lr: must be a number; got 'fast'"),
-        (["--optim.lr", "nan"], "argument --optim.lr: must be a number; got 'nan'"),
+        (["--optim.learning_rate", "1"], "unknown option --optim.learning_rate; did you mean --optim.lr?"),
+        (["--learning-rate=1"], "unknown option --learning-rate; did you mean --optim.lr?"),
+        (["--method", "grpo"], "did you mean --algorithm?"),
+        (["--batch_size", "8"], "did you mean --rollout.prompts?"),
+        (["--num_generations", "8"], "did you mean --rollout.samples?"),
+        (["--max_completion_length", "8"], "did you mean --rollout.max_new_tokens?"),
+        (["--rollout.max-new-tokens", "8"], "did you mean --rollout.max_new_tokens?"),
+        (["--kl_coef", "0"], "did you mean --loss.beta?"),
+        (["--temprature", "1"], "did you mean --rollout.temperature?"),
+        (["--dtype", "fp32"], "got 'fp32'; did you mean 'float32'?"),
+        (["--dtype", "BF16"], "got 'BF16'; did you mean 'bfloat16'?"),
+        (["--optim.lr", "fast"], "argument --optim.lr: must be a number or auto; got 'fast'"),
+        (["--optim.lr", "nan"], "argument --optim.lr: must be a number or auto; got 'nan'"),
         (["--steps", "3.5"], "argument --steps: must be a whole number; got '3.5'"),
         (["--optim.name", "adam"], "must be one of adamw, schedule-free; got 'adam'; did you mean 'adamw'?"),
         (["--log.report", "maybe"], "argument --log.report: must be true or false; got 'maybe'"),
@@ -146,7 +157,8 @@ def test_help_has_every_setting_its_text_and_its_default():
         assert leaf.doc, f"{leaf.path} has no docstring"
         assert leaf.doc.replace(" ", "")[:30] in text.replace(" ", "")
     for shown in (
-        "learning rate (default: 0.0005)",
+        "3e-5 for an adapter of one (default: auto)",
+        "--optim.lr X|auto",
         "(default: 0.9,0.95)",
         "{adamw,schedule-free}",
         "--loss.KEY VALUE",
@@ -199,9 +211,13 @@ def test_dotted_keys_and_none(tmp_path):
         ("rollout: {temprature: 1}", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
         ("rolout: {temperature: 1}", "unknown key 'rolout'; did you mean 'rollout'?"),
         ("temperature: 1", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
+        ("optim: {learning_rate: 1}", "unknown key 'optim.learning_rate'; did you mean 'optim.lr'?"),
+        ("num_generations: 8", "unknown key 'num_generations'; did you mean 'rollout.samples'?"),
+        ("kl_coef: 8", "unknown key 'kl_coef'; did you mean 'loss.beta'?"),
+        ("lora_rank: 8", "unknown key 'lora_rank'; did you mean 'peft.options.r'?"),
         ("checkpoint: {xyzzy: 1}", "unknown key 'checkpoint.xyzzy'; known: checkpoint.every, checkpoint.keep, "),
         ("1: 2", "unknown key '1'"),
-        ("optim: {lr: fast}", "optim.lr must be a number; got 'fast'"),
+        ("optim: {lr: fast}", "optim.lr must be a number or auto; got 'fast'"),
         ("optim: {lr: true}", "optim.lr must be a number; got True"),
         ("optim: {lr: [1]}", "optim.lr must be a number; got [1]"),
         ("optim: {lr: null}", "optim.lr must be a number; got None"),
@@ -249,10 +265,22 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "is not UTF-8 text" in refused(settings.build, Config, file=tmp_path / "a.yaml")
 
 
+def test_what_others_call_a_setting_leads_to_one_of_ours():
+    own = {path.rpartition(".")[2] for path in settings.leaves(Config)}
+    seen: set[str] = set()
+    for path, others in Config.other_names.items():
+        if path != "resume":
+            settings.build(Config, flags={path: settings.flat(Config()).get(path, 1)})
+        assert not set(others.split()) & (own - {"method"} | seen), path
+        seen |= set(others.split())
+
+
 def test_wrong_flags_given_to_build():
     unknown = "unknown option --rollout.temprature; did you mean --rollout.temperature?"
     assert refused(settings.build, Config, flags={"rollout.temprature": 1}) == unknown
-    assert refused(settings.build, Config, flags={"optim.lr": "fast"}) == "optim.lr must be a number; got 'fast'"
+    assert (
+        refused(settings.build, Config, flags={"optim.lr": "fast"}) == "optim.lr must be a number or auto; got 'fast'"
+    )
     assert "loss.beta must be a YAML value" in refused(settings.build, Config, flags={"loss.beta": "[1"})
 
 
@@ -276,7 +304,10 @@ def test_wrong_flags_given_to_build():
         ({"optim.minibatches": 257}, "optim.minibatches must be at most rollout.prompts × samples, 256; got 257"),
         ({"optim.name": "schedule-free", "optim.schedule": "cosine"}, "optim.schedule must be constant with schedule-"),
         ({"optim.name": "schedule-free", "optim.betas": (0, 0.9)}, "optim.betas must start above 0 with schedule-free"),
-        ({"rollout.overlong": True, "rollout.overlong_tokens": 81}, "rollout.overlong_tokens must be at most max_new"),
+        (
+            {"rollout.overlong": True, "rollout.overlong_tokens": 9, "rollout.max_new_tokens": 8},
+            "rollout.overlong_tokens must be at most max_new",
+        ),
         ({"output": " "}, "output must not be empty"),
         ({"task.on_error": float("-inf")}, "task.on_error must be finite; got -inf"),
     ],
@@ -312,7 +343,7 @@ def test_yaml_is_complete_and_in_order():
     names = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith(" ")]
     assert names == [f.name for f in fields(Config)]
     assert "  betas: [0.9, 0.95]\n" in text
-    assert "\noptim:\n  name: adamw\n  lr: 0.0005\n" in text
+    assert "\noptim:\n  name: adamw\n  lr: auto\n" in text
     assert text.startswith("algorithm: rpg-reinforce-urkl\nloss:\n  beta: 1.0e-05\n")
 
 
@@ -332,8 +363,8 @@ configs = st.builds(
     Config,
     loss=st.dictionaries(texts | awkward, values, max_size=4),
     algorithm=texts | awkward,
-    steps=st.integers(min_value=0),
-    task=st.builds(TaskConfig, reward=st.none() | texts, timeout=st.floats(min_value=1e-300), workers=st.just(2)),
+    steps=st.integers(0, 10**9),
+    task=st.builds(TaskConfig, reward=st.none() | texts, timeout=st.floats(1e-300, 1e6), workers=st.just(2)),
     optim=st.builds(
         OptimConfig,
         lr=finite,

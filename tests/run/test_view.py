@@ -22,7 +22,7 @@ from rich.console import Console
 
 from rpg.console import clock, number
 from rpg.run.panel import Panel, sparkline
-from rpg.run.rows import StepTimer
+from rpg.run.rows import Example, StepTimer
 from rpg.run.view import LiveView, PlainView, make_view
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -331,11 +331,11 @@ def test_an_unknown_kind_is_named() -> None:
 # ---- a real terminal -------------------------------------------------------------------------------------------------
 
 
-def interrupted(seconds: str) -> tuple[str, int]:
+def interrupted(seconds: str, kind: str = "auto") -> tuple[str, int]:
     main, other = pty.openpty()
     env = {k: v for k, v in os.environ.items() if k not in ("CI", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")}
     env["TERM"] = "xterm-256color"
-    command = [sys.executable, "-c", SCRIPT, "auto", seconds]
+    command = [sys.executable, "-c", SCRIPT, kind, seconds]
     process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=env, start_new_session=True)
     os.close(other)
     out, sent, end = b"", False, time.monotonic() + 20
@@ -366,6 +366,14 @@ def test_an_interrupted_live_view_gives_the_terminal_back() -> None:
     assert "stopped" in out
 
 
+def test_plain_lines_on_a_terminal_where_they_are_asked_for() -> None:
+    out, code = interrupted("0.3", "plain")
+    assert code == -signal.SIGINT
+    assert HIDE not in out
+    assert "╭" not in out
+    assert "step  1/60  solved" in ANSI.sub("", out)
+
+
 def test_where_auto_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
 
@@ -379,6 +387,67 @@ def test_where_auto_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     assert kind(terminal(80)) is PlainView
     assert type(make_view("live", title="", steps=1, console=terminal(80))) is LiveView
+
+
+# ---- responses and what is loaded -----------------------------------------------------------------------------------
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07 =52-9\n\r=43\n\u202eanswer 43"
+
+
+def sample(split: str = "eval", prompt: str = "13*4-9\n", response: str = HOSTILE) -> dict[str, object]:
+    return {"split": split, "prompt": prompt, "response": response, "reward": 1.0}
+
+
+def test_a_plain_view_says_what_is_loaded_and_shows_one_response_an_evaluation() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    view = PlainView("a run", 20, console)
+    view.loading = "loading the model builtin …"
+    with view, view:  # which is entered again
+        for row in rows(20):
+            view.response(sample("train", response="of training"))
+            if row["step"] % 10 == 0:
+                view.response(sample())
+            view.step(row)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[:2] == ["a run", "loading the model builtin …"]
+    assert lines.count("a run") == 1
+    shown = [i for i, line in enumerate(lines) if "→" in line]
+    assert len(shown) == 3
+    assert all(lines[i - 1].startswith("eval") for i in shown)
+    assert lines[shown[0]].endswith("13*4-9 → \\x1b[2J\\x1b]0;title\\x07 =52-9 =43 \\u202eanswer 43  (reward 1.000)")
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", "\n".join(lines))
+
+
+def test_the_panel_shows_a_response_long_enough_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    panel = full_panel()
+    panel.response(Example.of(sample(prompt="word " * 99 + "?", response="long " * 500 + "\\boxed{7}")))
+    for width in (44, 80, 120):
+        lines = drawn(panel, width)
+        assert {cell_len(line) for line in lines} == {width}
+        assert any("word ?" in line and "reward 1.000" in line for line in lines)
+        assert "\\boxed{7}" in lines[-2]
+        assert sum("long" in line for line in lines) == 3
+    panel.response(Example.of(sample(response="too soon")))
+    assert not any("too soon" in line for line in drawn(panel, 80))
+    now[0] += 5
+    panel.response(Example.of(sample(prompt="日本" * 60, response="日本" * 60)))
+    assert {cell_len(line) for line in drawn(panel, 80)} == {80}
+    assert not any("long" in line for line in drawn(panel, 80))
+
+
+def test_a_live_view_opens_with_what_is_loaded_and_may_be_entered_again() -> None:
+    console = terminal(80)
+    view = LiveView("a run", 20, console)
+    view.loading = "loading torch, the model builtin …"
+    with view:
+        with view:
+            view.response(sample())
+        view.close()
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "loading torch, the model builtin" in out
+    assert (out.count(HIDE), out.count(SHOW)) == (1, 1)
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------

@@ -215,9 +215,10 @@ def test_the_tokenizer_gives_back_what_the_tasks_write(policy, problems):
 
 
 def test_the_base_model_has_room_for_every_prompt_and_response(policy, problems):
+    from rpg.run.auto import settled
     from rpg.run.config import Config
 
-    config = Config()
+    config = settled(Config())
     for name in NAMES:
         longest = max(len(policy.encode(p.prompt)) for p in problems[name][1][:1000])
         assert longest <= config.rollout.max_prompt_tokens
@@ -226,12 +227,13 @@ def test_the_base_model_has_room_for_every_prompt_and_response(policy, problems)
 
 def test_the_base_model_begins_between_20_and_40_percent(policy):
     from rpg.rollout import NativeEngine
+    from rpg.run.auto import settled
     from rpg.run.config import Config
     from rpg.tasks import Scorer
     from rpg.training.collect import Sampler
     from rpg.training.evaluate import evaluate
 
-    task, config = load_task("arithmetic"), Config()
+    task, config = load_task("arithmetic"), settled(Config())
     with Scorer(task.reward, trusted=True) as scorer:
         engine = NativeEngine(policy.model, policy.tokenizer)
         (found,) = evaluate(Sampler(policy, engine, scorer, config), {task.name: task.test[:128]})

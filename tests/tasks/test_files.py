@@ -2,13 +2,14 @@
 
 import json
 import random
+import time
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg.tasks.sources.files import Columns, load_file, problems_of, split
+from rpg.tasks.sources.files import Columns, last_box, load_file, problems_of, split
 from rpg.tasks.task import Problem
 from rpg.tasks.templates import fill
 
@@ -56,6 +57,13 @@ def test_rows(write, row, prompt, answer):
     expected = [Problem(prompt, answer)]
     assert load(write(json.dumps(row) + "\n")) == expected
     assert load(write(json.dumps([row], indent=2), "data.json")) == expected
+
+
+@pytest.mark.parametrize("text", ["\\boxed{" * 50_000, "\\boxed{" * 50_000 + "}" * 50_000, "\\boxed " * 50_000])
+def test_boxes_in_boxes_take_no_time(text):
+    start = time.process_time()
+    last_box(text)
+    assert time.process_time() - start < 2  # it was minutes when each box was searched to the end
 
 
 def test_parquet(tmp_path):

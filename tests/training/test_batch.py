@@ -10,7 +10,9 @@ import rpg
 import tiny
 from rpg import clip
 from rpg.models.policy import Policy
+from rpg.run.auto import settled
 from rpg.run.config import Config, OptimConfig, RolloutConfig
+from rpg.run.folder import RunFolder
 from rpg.training.batch import make_batch, micro_batches, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
@@ -236,8 +238,8 @@ def chosen(name):
 
 def updater(policy, algorithm, tmp_path, **optim):
     sizes = RolloutConfig(prompts=3, samples=4)  # those of tiny.groups
-    config = Config(algorithm=algorithm.name, rollout=sizes, optim=OptimConfig(**optim))
-    return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), tmp_path)
+    config = settled(Config(algorithm=algorithm.name, rollout=sizes, optim=OptimConfig(**optim)))
+    return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), RunFolder(tmp_path))
 
 
 def gradient(policy):

@@ -9,7 +9,9 @@ import rpg
 import tiny
 from rpg.models.policy import Policy
 from rpg.rollout import Rollout
+from rpg.run.auto import settled
 from rpg.run.config import Config, OptimConfig, RolloutConfig, TaskConfig
+from rpg.run.folder import RunFolder
 from rpg.tasks import Problem, Scores
 from rpg.training.batch import make_batch, with_advantages
 from rpg.training.collect import Collector, Experience, Group, Response, signal_of
@@ -160,8 +162,8 @@ def policy():
 
 
 def updater(policy, algorithm, folder, prompts=3, **optim):
-    config = Config(rollout=RolloutConfig(prompts=prompts, samples=4), optim=OptimConfig(**optim))
-    return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), folder)
+    config = settled(Config(rollout=RolloutConfig(prompts=prompts, samples=4), optim=OptimConfig(**optim)))
+    return Updater(config, algorithm, policy, make_optimizer(policy.parameters(), config.optim), RunFolder(folder))
 
 
 def data(policy, algorithm, **how):

@@ -8,6 +8,7 @@ import pytest
 
 from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine, Rollout
+from rpg.run.auto import settled
 from rpg.run.config import Config, EvalConfig
 from rpg.tasks import Problem, Scorer, load_task
 from rpg.training.collect import Sampler
@@ -114,7 +115,7 @@ def test_mean_pass_levels_lengths_and_samples(policy):
         [f"answer {p.answer}" if j < c else "1 answer" for j in range(k)] for p, c in zip(problems, solved, strict=True)
     ]
     engine = Scripted(policy, texts)
-    config = Config(eval=EvalConfig(k=k, temperature=0.6, top_p=0.9))
+    config = settled(Config(eval=EvalConfig(k=k, temperature=0.6, top_p=0.9)))
     with Scorer(load_task("arithmetic").reward, trusted=True) as scorer:
         (found,) = evaluate(Sampler(policy, engine, scorer, config), {"arithmetic": problems}, keep=2)
     metrics = found.metrics()
@@ -155,7 +156,7 @@ def test_two_evaluations_of_one_policy_are_the_same_whatever_the_run(policy):
     results = []
     with Scorer(task.reward, trusted=True) as scorer:
         for seed, slots in ((0, 64), (5, 7)):
-            config = Config(seed=seed, eval=EvalConfig(k=2))
+            config = settled(Config(seed=seed, eval=EvalConfig(k=2)))
             engine = NativeEngine(policy.model, policy.tokenizer, slots)
             results += evaluate(Sampler(policy, engine, scorer, config), {"arithmetic": task.test[:12]})
     assert results[0].metrics() == results[1].metrics()
@@ -167,7 +168,7 @@ def test_sets_are_sampled_at_once_and_judged_apart(policy):
     texts = [["answer 2", "answer 2"], ["answer 3", "answer 4"], ["answer 1", "answer 18"]]
     with Scorer(load_task("arithmetic").reward, trusted=True) as scorer:
         engine = Scripted(policy, texts)
-        easy, hard = evaluate(Sampler(policy, engine, scorer, Config(eval=EvalConfig(k=2))), sets)
+        easy, hard = evaluate(Sampler(policy, engine, scorer, settled(Config(eval=EvalConfig(k=2)))), sets)
     assert (easy.task, easy.problems, easy.mean.mean) == ("easy", 2, 0.75)
     assert (hard.task, hard.problems, hard.mean.mean) == ("hard", 1, 0.5)
     assert [s["answer"] for s in hard.samples] == ["18", "18"]

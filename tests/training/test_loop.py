@@ -20,10 +20,11 @@ from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine
 from rpg.run import checkpoint
 from rpg.run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, ReferenceConfig, RolloutConfig
+from rpg.run.folder import RunFolder, locked
 from rpg.run.settings import flat
 from rpg.run.view import View
 from rpg.training.batch import Batch
-from rpg.training.loop import Failed, Trainer, locked, train
+from rpg.training.loop import Failed, Trainer, train
 from rpg.training.state import check_settings
 
 
@@ -84,7 +85,7 @@ def test_every_preset_trains(tmp_path: Path, name: str) -> None:
     # the first optimiser step of a batch is on-policy, the second is not
     assert found[-1]["tokens_total"] == sum(row["tokens"] for row in found[1:])
     saved = load_file(tmp_path / "checkpoints" / "step-000002" / "model" / "model.safetensors")
-    before = parameters(Trainer(tiny(tmp_path), tmp_path, View()))
+    before = parameters(Trainer(tiny(tmp_path), RunFolder(tmp_path), View()))
     moved = [name for name, value in before.items() if not torch.equal(value, saved[name])]
     assert len(moved) == len(before)
     assert all(value.isfinite().all() for value in saved.values())
@@ -121,7 +122,7 @@ def test_micro_batches_do_not_change_the_run(tmp_path: Path) -> None:
 
 
 def trainer(folder: Path, update: str = "auto", **changes: Any) -> Trainer:
-    return Trainer(tiny(folder, reference=ReferenceConfig(update=update, **changes)), folder, View())  # type: ignore[arg-type]
+    return Trainer(tiny(folder, reference=ReferenceConfig(update=update, **changes)), RunFolder(folder), View())  # type: ignore[arg-type]
 
 
 def test_old_holds_no_second_model(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_old_holds_no_second_model(tmp_path: Path) -> None:
     assert trainer(tmp_path, "old").reference.policy is None
     # without a KL term there is nothing to anchor
     config = tiny(tmp_path, algorithm="dapo", reference=ReferenceConfig(update="frozen"))
-    assert Trainer(config, tmp_path, View()).reference.policy is None
+    assert Trainer(config, RunFolder(tmp_path), View()).reference.policy is None
     for rule in ("frozen", "every", "kl", "ema"):
         made = trainer(tmp_path, rule)
         assert made.reference.policy is not None
@@ -254,7 +255,7 @@ def test_bfloat16_resumes_bit_for_bit(tmp_path: Path, name: Any, top_p: float) -
     assert same(weights, again)
     assert same(one.tensors("optimizer"), two.tensors("optimizer"))
     assert {key.rpartition("/")[2] for key in one.tensors("optimizer")} >= {"master"}
-    changing = ("seconds", "spent", "started", "config", "evals")
+    changing = ("seconds", "spent", "started", "config", "evals", "rows")  # one was evaluated in between
     assert {k: v for k, v in one.state.items() if k not in changing} == {
         k: v for k, v in two.state.items() if k not in changing
     }
@@ -328,7 +329,7 @@ def test_out_of_memory_is_survived_and_remembered(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Policy, "score", small)
     monkeypatch.setattr(NativeEngine, "release", lambda self: released.append(1))
     notes = Notes()
-    monkeypatch.setattr("rpg.training.loop.make_view", lambda *args, **named: contextlib.nullcontext(notes))
+    monkeypatch.setattr("rpg.training.loop.opening", lambda *args, **named: contextlib.nullcontext(notes))
     sizes = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, old_logp="recompute")
     config = tiny(tmp_path, steps=1, rollout=sizes, optim=OptimConfig(lr=1e-4, warmup=0, micro_tokens=4096))
     limit[0] = 3
@@ -407,15 +408,42 @@ def test_several_sets_each_have_their_scores_and_the_best_is_of_their_mean(tmp_p
     assert longer["eval"]["countdown"]["first"] == summary["eval"]["countdown"]["first"]
 
 
-def test_minutes_end_a_run_with_an_evaluation_and_a_checkpoint(tmp_path: Path) -> None:
+def test_minutes_end_a_run_with_an_evaluation_and_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = train(tiny(tmp_path, steps=10**6, minutes=1e-6))
     assert (summary["step"], summary["status"]) == (1, "finished")
     assert "minutes are over" in summary["message"]
+    assert summary["stopped_by"] == "minutes"
+    assert capsys.readouterr().err == "", "a planned end is no warning"
     assert "eval/arithmetic/mean@2" in rows(tmp_path)[-1]
     assert (tmp_path / "checkpoints" / "step-000001").is_dir()
+    assert capsys.readouterr().err == "", "an end that was planned is no warning"
     again = train(tiny(tmp_path, steps=10**6, minutes=1e-6), resume=True)  # the time of before counts
     assert again["step"] == 1
     assert train(tiny(tmp_path, steps=2), resume=True)["step"] == 2
+
+
+def test_what_is_auto_is_recorded_as_it_was_run(tmp_path: Path) -> None:
+    auto = tiny(tmp_path, steps=1, optim=OptimConfig(warmup=0), rollout=RolloutConfig(prompts=4, samples=4))
+    train(auto)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "\n  lr: 0.0005\n" in text
+    assert "\n  max_new_tokens: 80\n" in text
+    saved = checkpoint.read(tmp_path / "checkpoints" / "step-000001").state["config"]
+    assert (saved["optim.lr"], saved["rollout.max_new_tokens"]) == (5e-4, 80)
+    assert train(replace(auto, steps=2), resume=True)["step"] == 2, "auto is what it was"
+    other = replace(auto, steps=3, rollout=replace(auto.rollout, max_new_tokens=81))
+    with pytest.raises(Failed, match=r"rollout.max_new_tokens was 80 and is now 81"):
+        train(other, resume=True)
+
+
+def test_a_rate_that_ruins_a_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    config = tiny(tmp_path, model="Qwen/Qwen2.5-0.5B-Instruct", optim=OptimConfig(lr=5e-4))
+    with pytest.raises(Failed, match=r"^optim.lr 0.0005 on all weights of a pretrained model ruins it") as refused:
+        train(config)
+    assert refused.value.setup
+    assert not any(tmp_path.iterdir())
 
 
 def test_evaluations_do_not_count_as_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +479,7 @@ def test_a_file_whose_prompts_ask_for_no_form_is_told(tmp_path: Path) -> None:
     def started(template: str | None) -> list[str]:
         Listening.heard = []
         config = tiny(tmp_path / "run", task=replace(Config().task, name=str(path), template=template))
-        with Trainer(config, tmp_path / "run", Listening()):
+        with Trainer(config, RunFolder(tmp_path / "run"), Listening()):
             return [text for text in Listening.heard if "--task.template boxed" in text]
 
     assert len(started(None)) == 1

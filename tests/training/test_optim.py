@@ -162,7 +162,7 @@ def test_averaging_does_not_touch_the_parameters():
 
 def test_averaged_weights_of_adamw_are_the_weights():
     model = Model()
-    optimizer = make_optimizer(model.named_parameters(), OptimConfig())
+    optimizer = make_optimizer(model.named_parameters(), OptimConfig(lr=1e-3))
     train(model, optimizer, 2)
     before = bits(model)
     with averaged_weights(optimizer):
@@ -198,12 +198,12 @@ def test_adamw_is_torchs_with_decay_on_matrices():
 
 def test_frozen_parameters_are_left_out():
     model = Model()
-    optimizer = make_optimizer(model.named_parameters(), OptimConfig())
+    optimizer = make_optimizer(model.named_parameters(), OptimConfig(lr=1e-3))
     assert not any(
         p is q for q in model.frozen.parameters() for group in optimizer.param_groups for p in group["params"]
     )
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        make_optimizer(model.frozen.named_parameters(), OptimConfig())
+        make_optimizer(model.frozen.named_parameters(), OptimConfig(lr=1e-3))
 
 
 # ---- learning rate
@@ -290,7 +290,7 @@ def test_masters_of_some_parameters_are_not_those_of_all():
     for dtypes, whole in (("hh", True), ("hf", False), ("ff", False)):
         kinds = {"h": torch.bfloat16, "f": torch.float32}
         named = [(f"p{i}", torch.nn.Parameter(torch.ones(2, dtype=kinds[kind]))) for i, kind in enumerate(dtypes)]
-        assert make_optimizer(named, OptimConfig(name="schedule-free")).needs_parameters != whole
+        assert make_optimizer(named, OptimConfig(name="schedule-free", lr=1e-3)).needs_parameters != whole
 
 
 def test_micro_batches_are_summed_in_float32():
@@ -299,7 +299,7 @@ def test_micro_batches_are_summed_in_float32():
     errors = []
     for masters in (True, False):
         p = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
-        optimizer = make_optimizer([("weight", p)], OptimConfig())
+        optimizer = make_optimizer([("weight", p)], OptimConfig(lr=1e-3))
         for x_F in x_NF:
             (p * x_F).sum().backward()
             if masters:
@@ -315,7 +315,7 @@ def test_micro_batches_are_summed_in_float32():
 
 def test_tied_weights_have_one_master_and_both_gradients():
     half, full = tiny.make("llama-tied", dtype=torch.bfloat16), tiny.make("llama-tied", dtype=torch.bfloat16).float()
-    optimizer = make_optimizer(half.named_parameters(), OptimConfig())
+    optimizer = make_optimizer(half.named_parameters(), OptimConfig(lr=1e-3))
     assert (
         len(optimizer.masters) == len(list(half.parameters())) == sum(len(g["params"]) for g in optimizer.param_groups)
     )

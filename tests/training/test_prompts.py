@@ -11,6 +11,7 @@ import tiny
 from rpg.distributed.context import RunContext
 from rpg.models.policy import Policy
 from rpg.rollout import Rollout
+from rpg.run.auto import settled
 from rpg.run.config import Config, EvalConfig, RolloutConfig, TaskConfig
 from rpg.tasks import ENDLESS, Problem, Scorer, Task, load_task
 from rpg.training.collect import Collector, PromptTooLong, Sampler, encode_prompt
@@ -54,7 +55,8 @@ def chatting(model):
 
 
 def settings(tokens=512, **task):
-    return Config(task=TaskConfig(**task), rollout=RolloutConfig(max_prompt_tokens=tokens, prompts=2, samples=2))
+    rollout = RolloutConfig(max_prompt_tokens=tokens, prompts=2, samples=2)
+    return settled(Config(task=TaskConfig(**task), rollout=rollout))
 
 
 def text(policy, problem, config):

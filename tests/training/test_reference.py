@@ -16,13 +16,14 @@ from rpg.models import adapters
 from rpg.models.policy import Policy
 from rpg.plan.plan import plan
 from rpg.run.config import Config, OptimConfig, PeftConfig, ReferenceConfig
+from rpg.run.folder import RunFolder
 from rpg.run.settings import flat
 from rpg.run.teacher import with_teacher
 from rpg.training.batch import make_batch, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import Reference, batch_logp, load_teacher
-from rpg.training.setup import method_of, warnings_about
+from rpg.training.setup import method_of
 from rpg.training.state import check_settings
 from rpg.training.update import Updater
 
@@ -209,7 +210,7 @@ def test_presets_with_a_kl_term_train_with_either_reference(name, update, tmp_pa
     batch = with_advantages(batch, method.advantage, None)
     before = weights(policy)
     optimizer = make_optimizer(policy.parameters(), config.optim)
-    metrics = Updater(config, method, policy, optimizer, tmp_path).update(batch, 1)
+    metrics = Updater(config, method, policy, optimizer, RunFolder(tmp_path)).update(batch, 1)
     assert metrics["skipped"] == 0
     assert metrics["lr"] == 1e-2
     assert not same(weights(policy), before)
@@ -472,19 +473,6 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path):
         load_teacher(config, policy)
 
 
-def test_what_a_teacher_does_not_go_with(tmp_path):
-    with pytest.raises(ValueError, match=r"reference\.update must be auto or frozen with reference\.model"):
-        Config(reference=ReferenceConfig("ema", model="teacher"))
-    with pytest.raises(ValueError, match=r"distill learns from a teacher: name it with --reference\.model"):
-        method_of(Config(algorithm="distill"))
-    config = Config(algorithm="dapo", reference=ReferenceConfig(model="teacher"))
-    assert "reference.model=teacher has no effect: dapo has no KL term" in list(
-        warnings_about(method_of(config), config)
-    )
-    for name, anchor in (("distill", "frozen"), ("rpg-urkl", "frozen"), ("grpo", "frozen"), ("warp", "frozen")):
-        assert method_of(Config(algorithm=name, reference=ReferenceConfig(model="t"))).anchor == anchor
-
-
 def test_the_policy_moves_to_the_teacher_in_every_token(tmp_path):
     """One step over its own responses: what it likes more than the teacher becomes less probable, and the reverse."""
     teacher, policy = make_teacher(tmp_path), make_policy()
@@ -497,6 +485,6 @@ def test_the_policy_moves_to_the_teacher_in_every_token(tmp_path):
     assert torch.equal(batch.advantage, torch.zeros(len(batch)))
     log_u = (batch.old_logp_BT - batch_logp(teacher, batch, 100))[batch.mask_BT]
     optimizer = make_optimizer(policy.parameters(), config.optim)
-    assert Updater(config, method, policy, optimizer, tmp_path).update(batch, 1)["skipped"] == 0
+    assert Updater(config, method, policy, optimizer, RunFolder(tmp_path)).update(batch, 1)["skipped"] == 0
     later = (batch_logp(policy, batch, 100) - batch.ref_logp_BT)[batch.mask_BT]
     assert (later - log_u)[log_u > 0].mean() < 0 < (later - log_u)[log_u < 0].mean()

@@ -88,3 +88,16 @@ def test_settings_without_effect_are_told(algorithm, settings, text):
 def test_a_range_that_rewards_are_not_mapped_from_is_told():
     method = rpg.algorithm("grpo", advantage={"mapped_to": (-1, 1)}).resolve()
     assert "takes yours as they come" in method.remarks(None)[0]
+
+
+def test_what_a_teacher_does_not_go_with():
+    with pytest.raises(ValueError, match=r"reference\.update must be auto or frozen with reference\.model"):
+        Config(reference=ReferenceConfig("ema", model="teacher"))
+    with pytest.raises(ValueError, match=r"distill learns from a teacher: name it with --reference\.model"):
+        method_of(Config(algorithm="distill"))
+    config = Config(algorithm="dapo", reference=ReferenceConfig(model="teacher"))
+    assert "reference.model=teacher has no effect: dapo has no KL term" in list(
+        warnings_about(method_of(config), config)
+    )
+    for name, anchor in (("distill", "frozen"), ("rpg-urkl", "frozen"), ("grpo", "frozen"), ("warp", "frozen")):
+        assert method_of(Config(algorithm=name, reference=ReferenceConfig(model="t"))).anchor == anchor

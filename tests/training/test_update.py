@@ -14,10 +14,12 @@ from rpg import clip, gates
 from rpg.distributed.context import RunContext
 from rpg.loss.clip import curvature_keep
 from rpg.models.policy import Policy
+from rpg.run.auto import settled
 from rpg.run.config import Config, OptimConfig, RolloutConfig
+from rpg.run.folder import RunFolder
 from rpg.training import old_logp as old_logp_module
 from rpg.training.batch import make_batch, micro_batches, with_advantages
-from rpg.training.old_logp import HARMLESS, OldLogp, with_logp
+from rpg.training.old_logp import with_logp
 from rpg.training.optim import learning_rate, make_optimizer
 from rpg.training.reference import batch_logp
 from rpg.training.update import Means, Updater
@@ -30,11 +32,11 @@ def make_policy(name="llama-tied", **how):
 def make_run(policy, folder, algorithm="reinforce", steps=4, **optim):
     algorithm = rpg.algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     sizes = RolloutConfig(prompts=3, samples=4)  # those of tiny.groups
-    config = Config(steps=steps, rollout=sizes, optim=OptimConfig(**{"schedule": "constant", **optim}))
+    config = settled(Config(steps=steps, rollout=sizes, optim=OptimConfig(**{"schedule": "constant", **optim})))
     messages = []
     context = RunContext(warn=messages.append)
     optimizer = make_optimizer(policy.parameters(), config.optim)
-    run = Updater(config, algorithm, policy, optimizer, folder, context=context)
+    run = Updater(config, algorithm, policy, optimizer, RunFolder(folder), context=context)
     run.messages = messages
     return run
 
@@ -384,50 +386,6 @@ def test_bfloat16_follows_float32_where_its_own_steps_would_be_lost(name, tmp_pa
     alike = torch.nn.functional.cosine_similarity(*moved, dim=0)
     assert float(alike) > 0.9  # gradients of bfloat16 differ in sign where they are next to nothing
     assert (weights(half) == start).float().mean() > 0.9  # and hardly any weight shows it yet
-
-
-def old_logp(algorithm="dapo", dtype=torch.bfloat16, **rollout):
-    return OldLogp(Config(rollout=RolloutConfig(**rollout)), rpg.algorithm(algorithm).loss, dtype)
-
-
-def test_old_logp_are_the_engines_while_the_mismatch_is_harmless():
-    rule = old_logp()
-    assert rule.recompute  # nothing is known yet
-    seen = []
-    for kl in (HARMLESS / 2, HARMLESS * 2, None, HARMLESS / 2, None):
-        rule.measure({} if kl is None else {"mismatch/kl": kl})
-        seen.append(rule.recompute)
-    assert seen == [False, True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("expected", "how"),
-    [
-        (False, {"dtype": torch.float32}),
-        (True, {"dtype": torch.float32, "old_logp": "recompute"}),
-        (False, {"old_logp": "engine"}),
-        (True, {"old_logp": "recompute"}),
-        (False, {"top_p": 0.9, "dtype": torch.float32}),
-        (True, {"top_p": 0.9, "old_logp": "recompute"}),
-        (True, {"algorithm": "gspo"}),  # at sequence level
-        (False, {"algorithm": "gspo", "dtype": torch.float32}),
-    ],
-)
-def test_old_logp_where_no_measurement_decides(expected, how):
-    rule = old_logp(**how)
-    for kl in (0.0, 1.0):
-        rule.measure({"mismatch/kl": kl})
-        assert rule.recompute == expected
-
-
-def test_a_mismatch_rule_has_something_to_correct():
-    loss = rpg.algorithm("dapo", mismatch=rpg.mismatch.TIS()).loss
-    for dtype in (torch.float32, torch.bfloat16):
-        rule = OldLogp(Config(), loss, dtype)
-        rule.measure({"mismatch/kl": 0.0})
-        assert rule.recompute
-    with pytest.raises(ValueError, match=r"^rollout.old_logp=engine leaves loss.mismatch nothing to correct[^\n]*$"):
-        OldLogp(Config(rollout=RolloutConfig(old_logp="engine")), loss, torch.bfloat16)
 
 
 # ---- out of memory ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,12 @@ from rpg.verify.notation import number
 MEGABYTE = 1_000_000
 
 
+@pytest.fixture(autouse=True, scope="module")
+def worker_is_up():
+    """It imports sympy, which on a busy machine takes longer than any answer may."""
+    assert verify("\\boxed{\\sqrt{8}}", "2\\sqrt{2}")
+
+
 @pytest.mark.parametrize(
     ("response", "answer"),
     [

@@ -7,19 +7,18 @@ shipped, clip on, where no clip acts; and where the sampler draws from the top-p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 
 from ..loss.methods import Algorithm
 from ..loss.policy_loss import PolicyLoss
-from .box import BoxProblems, BoxRow
-from .measure import Measurement, Subject, measure, observe, worst
+from .box import BoxRow
+from .measure import Measurement, Subject, measure
 from .problem import FEEDS, SCENARIOS, EnumeratedBatch, EnumeratedProblem
+from .results import Audit, AuditRow, run
 from .subjects import resolve
-from .truncated import DRIFT as LARGEST_TRUNCATED_DRIFT
-from .truncated import TruncatedProblems, TruncatedRow
+from .summary import AuditReport
+from .truncated import TruncatedRow
 
 __all__ = [
     "FEEDS",
@@ -27,6 +26,7 @@ __all__ = [
     "Audit",
     "AuditRow",
     "BoxRow",
+    "Checked",
     "EnumeratedBatch",
     "EnumeratedProblem",
     "Measurement",
@@ -38,51 +38,38 @@ __all__ = [
     "run",
 ]
 
-OBJECTIVES = ("token", "sequence")
 
-
-@dataclass(frozen=True)
-class AuditRow:
-    """One subject in one setting: medians over all seeds (the tails are heavy), and the worst bias."""
-
-    name: str
-    source: str
-    note: str
-    divergence: str
-    objective: str
-    own: bool  # is this the objective its level is exact for?
-    scenario: str
-    lengths: str
-    bias: float
-    worst_bias: float
-    cosine: float
-    variance: float
-    kl_bias: float | None
-    kl_variance: float | None
-    clipped_bias: float | None
-    cut: float | None
-    left: float | None
-
-
-@dataclass(frozen=True)
-class Audit:
-    rows: list[AuditRow]
-    seeds: int
-    beta: float
-    drift: float
-    messages: list[str]
-    box: list[BoxRow] = field(default_factory=list)  # as shipped, where no clip acts
-    truncated: list[TruncatedRow] = field(default_factory=list)  # under top-p sampling
+class Checked(AuditReport):
+    """What ``check`` found. Printed, it is the table of ``rpg audit``; in a notebook, one in HTML."""
 
     @property
-    def truncated_drift(self) -> float:
-        return min(self.drift, LARGEST_TRUNCATED_DRIFT)
+    def rows(self) -> list[AuditRow]:
+        return self.audit.rows
 
     def select(self, **wanted: object) -> list[AuditRow]:
-        return [r for r in self.rows if all(getattr(r, k) == v for k, v in wanted.items())]
+        return self.audit.select(**wanted)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def biased(self) -> list[str]:
+        """The checks of ``--strict`` that fail; empty for an exact loss."""
+        return [check for line in self.lines for check in line.failed]
+
+    @property
+    def names(self) -> list[str]:
+        """What is wrong, in words, where the gradient gives it away."""
+        return [name for line in self.lines for name in line.names]
+
+    def __str__(self) -> str:
+        from .table import text
+
+        return text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from .table import html_table
+
+        return html_table(self)
 
 
 def check(
@@ -92,64 +79,12 @@ def check(
     seeds: int = 10,
     beta: float = 0.1,
     drift: float = 0.5,
-) -> Audit:
+) -> Checked:
     """Audit one loss: a preset's name, an Algorithm, a PolicyLoss, a callable, or an import path to one.
 
+    Print the result, or ask it: ``.biased``, ``.names``, ``.rows``, ``.select(scenario=…)``, ``.as_dict()``.
     A callable is run with whatever clip it has: ``drift=0.05`` keeps the ratios inside a clip of ±20 %.
     """
-    return run([resolve(loss, divergence, objective)], seeds=seeds, beta=beta, drift=drift)
-
-
-def run(
-    subjects: Iterable[Subject],
-    seeds: int = 10,
-    beta: float = 0.1,
-    drift: float = 0.5,
-    messages: Iterable[str] = (),
-    progress: Callable[[str], None] = lambda _: None,
-) -> Audit:
-    """Every subject in every scenario, at fixed and variable lengths, against its own and the other objective.
-
-    Then as shipped where its clip does nothing (``Audit.box``), and under truncated sampling (``Audit.truncated``).
-    """
-    rows: list[AuditRow] = []
-    in_box: list[BoxRow] = []
-    under_top_p: list[TruncatedRow] = []
-    box, top_p = BoxProblems(seeds, beta), TruncatedProblems(seeds, beta, drift)
-    problems = {
-        (scenario, variable): [
-            EnumeratedProblem(scenario, variable, seed, beta=beta, drift=drift) for seed in range(seeds)
-        ]
-        for scenario in SCENARIOS
-        for variable in (False, True)
-    }
-    for subject in subjects:
-        progress(subject.name)
-        in_box += box.rows(subject)
-        under_top_p += top_p.rows(subject)
-        for (scenario, variable), instances in problems.items():
-            observations = [observe(subject, problem) for problem in instances]
-            for objective in dict.fromkeys((subject.objective, *OBJECTIVES)):
-                pairs = zip(instances, observations, strict=True)
-                measured = [measure(subject, problem, objective, seen) for problem, seen in pairs]
-                typical = {f.name: _median(getattr(m, f.name) for m in measured) for f in fields(Measurement)}
-                rows.append(
-                    AuditRow(
-                        name=subject.name,
-                        source=subject.source,
-                        note=subject.note,
-                        divergence=subject.divergence,
-                        objective=objective,
-                        own=objective == subject.objective,
-                        scenario=scenario,
-                        lengths="variable" if variable else "fixed",
-                        worst_bias=worst(m.bias for m in measured),
-                        **typical,  # type: ignore[arg-type]
-                    )
-                )
-    return Audit(rows, seeds, beta, drift, list(messages), in_box, under_top_p)
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    numbers = [v for v in values if v is not None]
-    return median(numbers) if numbers else None
+    subject = resolve(loss, divergence, objective)
+    found = run([subject], seeds=seeds, beta=beta, drift=drift)
+    return Checked.of(found, [subject], f"rpg.audit.check({subject.name})")

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from ..console import percent_two_digits, tag, two_digits, unbroken
-from . import FEEDS, SCENARIOS, EnumeratedProblem
+from .problem import FEEDS, SCENARIOS, EnumeratedProblem
 from .summary import (
     LENGTHS,
     ON_POLICY,
@@ -24,8 +24,11 @@ from .summary import (
     finding,
     grade,
     is_right,
+    joined_labels,
     kl_finding,
     merge,
+    named,
+    off_policy_finding,
 )
 from .truncated import SHOWN, TOP_P
 
@@ -35,8 +38,8 @@ LENGTH_NAMES = {"fixed": "fixed lengths", "variable": "variable lengths"}
 
 def html(report: AuditReport) -> str:
     title = headline(report)
-    sections = [kl_section(report), lengths_section(report), truncated_section(report), variance_section(report)]
-    sections.append(method_section(report))
+    figures = (names_section, kl_section, lengths_section, truncated_section, variance_section, method_section)
+    sections = [figure(report) for figure in figures]
     body = [
         *_header(report, title),
         tag("main", *(section for section in sections if section), table_section(report), details(report)),
@@ -80,7 +83,7 @@ def _card(library: Library) -> str:
         tag("h3", escape(library.heading)),
         count,
         "right in every setting",
-        tag("p", unbroken(kl_finding(library))),
+        tag("p", unbroken(off_policy_finding(library))),
     )
 
 
@@ -158,6 +161,33 @@ def _scenario_heads() -> str:
 def _library_row(library: Library, columns: int, remark: str = "") -> str:
     small = " " + tag("small", unbroken(remark)) if remark else ""
     return tag("tr", tag("th", escape(library.heading), small, colspan=columns, scope="rowgroup"))
+
+
+# ---- what is wrong, in words -----------------------------------------------------------------------------------------
+
+
+def names_section(report: AuditReport) -> str:
+    found = named(report)
+    if not found:
+        return ""
+    rows = []
+    for words, libraries in found:
+        if len(report.lines) == 1:
+            rows.append(tag("li", escape(words)))
+            continue
+        having = "; ".join(f"{title}: {joined_labels(lines)}" for title, lines in libraries)
+        rows.append(tag("li", tag("b", escape(words)), ": ", tag("span", escape(having), class_="note")))
+    return tag(
+        "section",
+        tag("h2", "What is wrong, in words"),
+        tag(
+            "p",
+            "A name is given where the expected gradient, on every problem, is that of one known mistake and of "
+            "nothing else. It comes from the numbers alone: no source is read.",
+        ),
+        tag("ul", *rows),
+        id="names",
+    )
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

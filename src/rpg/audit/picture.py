@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-from .summary import THREE_POLICIES, AuditReport, Library, Line, grade, is_right, joined_labels, span
+from .summary import THREE_POLICIES, AuditReport, Library, Line, grade, joined_labels, span
 
 WIDTH, LEFT, RIGHT_EDGE = 860, 128, 836
 TOP, LANE, BOTTOM = 92, 74, 34
 LOWEST, HIGHEST = 1e-16, 10.0
 WIDEST_PITCH = 8.2  # between the centres of dots that touch
-COLOURS = {"exact": "#0f8b76", "rounding": "#0f8b76", "small": "#c98a00", "medium": "#d9601a", "large": "#b3261e"}
+COLOURS = {"exact": "#0f8b76", "rounding": "#0f8b76", "small": "#a86f00", "medium": "#c9530f", "large": "#b3261e"}
 INK, MUTED, RULE, CARD = "#1c1f23", "#5f6770", "#e4e4dd", "#fdfdfb"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -64,8 +64,8 @@ def _axis(height: int) -> Iterable[str]:
 
 
 def _lane(library: Library, y: float, pitch: float) -> Iterable[str]:
-    right = [line for line in library.with_kl if is_right(_bias(line))]
-    wrong = [line for line in library.with_kl if not is_right(_bias(line))]
+    right = library.right_off_policy
+    wrong = [line for line in library.with_kl if line not in right]
     yield f'<line x1="24" x2="{RIGHT_EDGE}" y1="{y:.1f}" y2="{y:.1f}" stroke="{RULE}"/>'
     yield _text(24, y + (24 if wrong else 32), library.title, 14, INK, weight=600)
     yield _text(

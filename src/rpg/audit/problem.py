@@ -31,7 +31,10 @@ FEEDS = {
 
 @dataclass(frozen=True)
 class EnumeratedBatch:
-    """Every response once, padded on the right; all log-probabilities detached."""
+    """Every response once, padded on the right; all log-probabilities detached.
+
+    Under the mask stands what a model gives for padding, which depends on its parameters as all else does.
+    """
 
     tokens_NT: Tensor
     logits_NTV: Tensor  # the current policy's, at each position
@@ -82,11 +85,12 @@ class EnumeratedProblem:
         elif self.scenario != "three policies":
             raise ValueError(f"unknown scenario {self.scenario!r}. Known: {', '.join(SCENARIOS)}")
         rewards_N = torch.randn(len(self._complete_responses), generator=rng, dtype=torch.float64)
-        return features_SF, theta, mu, ref, rewards_N
+        ended_EF = torch.randn(len(self._ended), size, generator=rng, dtype=torch.float64) / size**0.5
+        return torch.cat([features_SF, ended_EF]), theta, mu, ref, rewards_N
 
     @cached_property
     def prefixes(self) -> list[tuple[int, ...]]:
-        """Every state, the empty one first."""
+        """Every state that a token is drawn in, the empty one first."""
         alive = range(1, self.vocabulary) if self.variable else range(self.vocabulary)
         return [p for n in range(self.length) for p in product(alive, repeat=n)]
 
@@ -99,8 +103,14 @@ class EnumeratedProblem:
         ]
 
     @cached_property
+    def _ended(self) -> list[tuple[int, ...]]:
+        """The states behind the end of a response, where a model is still asked for the padding, token 0."""
+        padded = ((y, t) for y in self._complete_responses for t in range(len(y), self.length))
+        return [(*y, *[0] * (t - len(y))) for y, t in padded]
+
+    @cached_property
     def _state_of(self) -> dict[tuple[int, ...], int]:
-        return {p: i for i, p in enumerate(self.prefixes)}
+        return {p: i for i, p in enumerate((*self.prefixes, *self._ended))}
 
     @cached_property
     def kept_SV(self) -> Tensor:
@@ -108,8 +118,9 @@ class EnumeratedProblem:
         if self.kept_from is not None:
             return self.kept_from.kept_SV
         mu_SV, order_SV = self.logits_SV(self._draws[2]).softmax(-1).sort(-1, descending=True)
-        before_SV = mu_SV.cumsum(-1) - mu_SV
-        return torch.zeros_like(order_SV, dtype=torch.bool).scatter(-1, order_SV, before_SV < self.top_p)
+        kept_SV = mu_SV.cumsum(-1) - mu_SV < self.top_p
+        kept_SV[len(self.prefixes) :] = True  # padding is not drawn
+        return torch.zeros_like(order_SV, dtype=torch.bool).scatter(-1, order_SV, kept_SV)
 
     @cached_property
     def _possible_N(self) -> list[bool]:
@@ -131,7 +142,9 @@ class EnumeratedProblem:
 
     @cached_property
     def state_NT(self) -> Tensor:
-        return torch.tensor([[self._state_of.get(y[:t], 0) for t in range(self.length)] for y in self._responses])
+        return torch.tensor(
+            [[self._state_of[tuple(y[:t])] for t in range(self.length)] for y in self.tokens_NT.tolist()]
+        )
 
     def logits_SV(self, theta: Tensor) -> Tensor:
         return self._draws[0] @ theta
@@ -147,11 +160,11 @@ class EnumeratedProblem:
         return self.over_kept(self.logits_SV(theta))
 
     def logp_NT(self, theta: Tensor) -> Tensor:
-        return self._logp_NT(theta, EnumeratedProblem.over_kept)
+        """Zero under the mask, so that its sum is the log-probability of the response."""
+        return self._padded_logp_NT(theta, EnumeratedProblem.over_kept).masked_fill(~self.mask_NT, 0)
 
-    def _logp_NT(self, theta: Tensor, over: Normalise) -> Tensor:
-        logp_SV = over(self, self.logits_SV(theta))
-        return logp_SV[self.state_NT, self.tokens_NT].masked_fill(~self.mask_NT, 0)
+    def _padded_logp_NT(self, theta: Tensor, over: Normalise) -> Tensor:
+        return over(self, self.logits_SV(theta))[self.state_NT, self.tokens_NT]
 
     @property
     def theta(self) -> Tensor:
@@ -165,7 +178,7 @@ class EnumeratedProblem:
     def batch(self) -> EnumeratedBatch:
         """What the loss is given."""
         _, theta, mu, ref, _ = self._draws
-        current, old = (partial(self._logp_NT, over=over) for over in FED_OVER[self.feed])
+        current, old = (partial(self._padded_logp_NT, over=over) for over in FED_OVER[self.feed])
         return EnumeratedBatch(
             tokens_NT=self.tokens_NT,
             logits_NTV=self._fed_logits_SV()[self.state_NT],
@@ -188,7 +201,7 @@ class EnumeratedProblem:
 
     @cached_property
     def score_NTP(self) -> Tensor:
-        """∇θ of the log π that the loss is given, flattened over the parameters; zero under the mask."""
+        """∇θ of the log π that the loss is given, flattened over the parameters; under the mask that of the padding."""
         features_SF, logits_SV = self._draws[0], self.logits_SV(self.theta).requires_grad_()
         logp_SV = FED_OVER[self.feed][0](self, logits_SV)
         # The states do not share logits, so one backward pass serves a token in all of them.
@@ -198,7 +211,7 @@ class EnumeratedProblem:
         ]
         by_logits_NTV = torch.stack(gradients, 1)[self.state_NT, self.tokens_NT]
         score_NTFV = features_SF[self.state_NT].unsqueeze(-1) * by_logits_NTV.unsqueeze(-2)
-        return (score_NTFV * self.mask_NT[..., None, None]).flatten(2)
+        return score_NTFV.flatten(2)
 
     @cached_property
     def weighted_score_KP(self) -> Tensor:
@@ -252,14 +265,16 @@ class EnumeratedProblem:
 
     def _passing(self, weight_N: Tensor) -> Tensor:
         """The total weight of the responses that pass through a state and then a token."""
-        total_SV = torch.zeros(len(self.prefixes), self.vocabulary, dtype=weight_N.dtype)
+        total_SV = torch.zeros(len(self._state_of), self.vocabulary, dtype=weight_N.dtype)
         weight_NT = weight_N.unsqueeze(-1).expand(self.mask_NT.shape)
         passed = (self.state_NT[self.mask_NT], self.tokens_NT[self.mask_NT])
         return total_SV.index_put(passed, weight_NT[self.mask_NT], accumulate=True)
 
     def _kl_S(self, theta: Tensor, divergence: str) -> Tensor:
-        policies = zip(self.logp_SV(theta).exp(), self.logp_SV(self._draws[3]).exp(), self.kept_SV, strict=True)
-        return torch.stack([_kl(p[kept], r[kept], divergence) for p, r, kept in policies])
+        pi_SV, ref_SV = (  # where both are one, nothing is added
+            torch.where(self.kept_SV, self.logp_SV(x).exp(), 1.0) for x in (theta, self._draws[3])
+        )
+        return _kl(pi_SV, ref_SV, divergence)
 
     def _geometric(self, theta: Tensor, divergence: str, rewards_N: Tensor) -> Tensor:
         """What the sequence-mean level optimises: each response's probability replaced by its |y|-th root.
@@ -290,11 +305,11 @@ FED_OVER: dict[str, tuple[Normalise, Normalise]] = {
 
 
 def _kl(p: Tensor, q: Tensor, divergence: str, measure: Tensor | float = 1.0) -> Tensor:
-    """D between the current policy p and the reference q, summed over a finite set."""
+    """D between the current policy p and the reference q, summed over a finite set, the last dimension."""
     if divergence == "none":
-        return torch.zeros((), dtype=p.dtype)
+        return torch.zeros(p.shape[:-1], dtype=p.dtype)
     first, second = (p, q) if divergence in ("rkl", "urkl") else (q, p)
     terms = first * (first / second).log()
     if divergence.startswith("u"):
         terms = terms - first + second
-    return (measure * terms).sum()
+    return (measure * terms).sum(-1)

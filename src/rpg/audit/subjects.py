@@ -80,6 +80,12 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
     names = ("logp", "old_logp", "advantages", "mask", "ref_logp")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     by_name = takes_any or all(name in parameters for name in names[:4])
+    taken = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY and p.name != "beta"]
+    misplaced = any(each in names and names.index(each) != at for at, each in enumerate(taken[: len(names)]))
+    takes_all = len(taken) >= 4 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    if not by_name and (misplaced or not takes_all):
+        taking = f"({', '.join(parameters)})"
+        raise ValueError(f"{name} takes {taking}, but a loss is called with ({', '.join(names)}) or the first four")
 
     def compute(b: EnumeratedBatch, beta: float) -> Tensor:
         logp_NT = b.logp_NT.clone().requires_grad_()

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from ..console import two_digits
-from . import FEEDS, SCENARIOS, Audit, AuditRow, BoxRow, Subject, TruncatedRow
-from .measure import worst
-from .truncated import SHOWN
+from .box import BoxRow
+from .measure import Subject, worst
+from .problem import FEEDS, SCENARIOS
+from .results import RIGHT, Audit, AuditRow
+from .truncated import SHOWN, TOP_P, TruncatedRow
 
 EXACT = 1e-10  # rounding of float64
-RIGHT = 1e-6  # rounding of float32: right as well, though not to the last digit
 LENGTHS = ("fixed", "variable")
 ON_POLICY, REF_IS_OLD, THREE_POLICIES = SCENARIOS
 SHORT = {ON_POLICY: "on-policy", REF_IS_OLD: "ref=old", THREE_POLICIES: "three policies"}
@@ -65,6 +66,7 @@ class Line:
     rows: tuple[AuditRow, ...]
     box: tuple[BoxRow, ...] = ()
     truncated: tuple[TruncatedRow, ...] = ()
+    names: tuple[str, ...] = ()  # what is wrong with it, where that could be recognised
 
     def row(self, scenario: str, lengths: str = "fixed", objective: str | None = None) -> AuditRow:
         objective = objective or self.subject.objective
@@ -108,6 +110,10 @@ class Line:
             "in the box": worst(r.worst for r in self.box),
             "top-p": worst(r.worst_bias for r in self.truncated if r.usual),
         }
+
+    @property
+    def failed(self) -> list[str]:
+        return [check for check, bias in self.checks.items() if not bias <= RIGHT]
 
     @property
     def name(self) -> str:
@@ -185,6 +191,11 @@ class Library:
     def with_kl(self) -> list[Line]:
         return [line for line in self.lines if line.has_kl]
 
+    @property
+    def right_off_policy(self) -> list[Line]:
+        """Of those with a KL term; responses of one length. The one count of all surfaces."""
+        return [line for line in self.with_kl if is_right(line.bias(THREE_POLICIES))]
+
 
 @dataclass(frozen=True)
 class AuditReport:
@@ -197,7 +208,7 @@ class AuditReport:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, audit: Audit, subjects: Sequence[Subject], command: str) -> AuditReport:
+    def of(cls, audit: Audit, subjects: Sequence[Subject], command: str) -> Self:
         from .. import __version__
 
         versions = {"rpg": __version__, "torch": version("torch"), "python": platform.python_version()}
@@ -208,7 +219,10 @@ class AuditReport:
     def lines(self) -> list[Line]:
         audit = self.audit
         rows, box, truncated = _by_name(audit.rows), _by_name(audit.box), _by_name(audit.truncated)
-        return [Line(s, rows[s.name], box[s.name], truncated[s.name]) for s in self.subjects]
+        return [
+            Line(s, rows[s.name], box[s.name], truncated[s.name], tuple(audit.names.get(s.name, ())))
+            for s in self.subjects
+        ]
 
     @cached_property
     def libraries(self) -> list[Library]:
@@ -234,6 +248,7 @@ class AuditReport:
                 "dtype": line.dtype,
                 "note": s.note,
                 "right": line.right_where,
+                "names": list(line.names),
                 "feeds": list(s.feeds),
             }
             for s, line in zip(self.subjects, self.lines, strict=True)
@@ -301,19 +316,42 @@ def feed_findings(report: AuditReport) -> list[str]:
     out = []
     for line in report.lines:
         if line.subject.source == "user" and len(line.subject.feeds) > 1:
-            biases = (f"{bias_text(line.truncated_bias(feed=feed))} with {FEEDS[feed]}" for feed in line.subject.feeds)
-            out.append(f"{line.label} under top-p {SHOWN:g}: {'; '.join(biases)}.")
+            biases = (f"{_at_each_top_p(line, feed)} with {FEEDS[feed]}" for feed in line.subject.feeds)
+            out.append(f"{line.label} under top-p {', '.join(f'{p:g}' for p in TOP_P)}: {'; '.join(biases)}.")
     return out
 
 
-def kl_finding(library: Library) -> str:
-    """How many of a library's KL terms are right with three policies, and how far off the others are."""
-    biases = [b for line in library.with_kl if (b := line.kl_bias()) is not None]
-    if not biases:
+def _at_each_top_p(line: Line, feed: str) -> str:
+    texts = [bias_text(line.truncated_bias(top_p, feed)) for top_p in TOP_P]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+
+
+def named(report: AuditReport) -> list[tuple[str, list[tuple[str, list[Line]]]]]:
+    """What is wrong in words, most frequent first, each with the losses that have it, by library."""
+    lines: dict[str, list[Line]] = {}
+    for line in report.lines:
+        for words in line.names:
+            lines.setdefault(words, []).append(line)
+    by_count = sorted(lines.items(), key=lambda item: -len(item[1]))
+    return [
+        (words, [(b.title, own) for b in report.libraries if (own := [x for x in having if x in b.lines])])
+        for words, having in by_count
+    ]
+
+
+def off_policy_finding(library: Library) -> str:
+    """Of its losses with a KL term: how many are exact with three policies, and how far off the others are."""
+    if not library.with_kl:
         return "no KL term"
-    off = [b for b in biases if not is_right(b)]
-    right = f"{len(biases) - len(off)} of {len(biases)} KL terms right off-policy"
+    right = f"{len(library.right_off_policy)} of {len(library.with_kl)} with a KL are right off-policy"
+    off = [line.bias(THREE_POLICIES) for line in library.with_kl if line not in library.right_off_policy]
     return f"{right}, the others off by {span(off)}" if off else right
+
+
+def kl_finding(library: Library) -> str:
+    """How far off its KL terms are, alone, with three policies."""
+    off = [b for line in library.with_kl if (b := line.kl_bias()) is not None and not is_right(b)]
+    return f"those that are wrong off-policy are off by {span(off)}" if off else "all right"
 
 
 def merge(lines: Iterable[Line], values: Callable[[Line], tuple[float | None, ...]]) -> list[tuple[str, Line]]:

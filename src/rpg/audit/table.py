@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from html import escape
+from io import StringIO
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -12,8 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..console import percent_two_digits, printed, two_digits
-from . import FEEDS, SCENARIOS
+from ..console import percent_two_digits, printed, tag, two_digits
+from .problem import FEEDS, SCENARIOS
 from .summary import (
     EXACT,
     LENGTHS,
@@ -27,11 +29,19 @@ from .summary import (
     feed_findings,
     finding,
     grade,
+    joined_labels,
+    named,
     shipped_finding,
 )
 from .truncated import SHOWN, TOP_P
 
 COLOURS = {"exact": "green", "rounding": "green", "small": "yellow", "medium": "red", "large": "bold red"}
+HTML_COLOURS = {
+    "green": "color: #0f8b76",
+    "yellow": "color: #a87400",
+    "red": "color: #d9601a",
+    "bold red": "color: #b3261e; font-weight: 600",
+}
 MARKS = {"everywhere": "✓", "nowhere": "✗"}
 
 
@@ -137,11 +147,14 @@ _TRUNCATED = {
     )
     for top_p in TOP_P
 }
-_ENGINE = AuditColumn(
-    "engine's old",
-    f"the same at {SHOWN:g}: old as the engine drew it, the others over the whole vocabulary",
-    _bias(lambda line: line.truncated_bias(feed="engine")),
-)
+_ENGINE = {
+    top_p: AuditColumn(
+        f"engine's old {top_p:g}",
+        "the same with old as the engine drew it, the others over the whole vocabulary",
+        _bias(lambda line, top_p=top_p: line.truncated_bias(top_p, "engine")),  # type: ignore[misc]
+    )
+    for top_p in TOP_P
+}
 _CLIPPED = AuditColumn(
     "clipped",
     "relative bias with the clip in place; three policies",
@@ -158,11 +171,14 @@ _OFF_POLICY = replace(_FIXED[-1], title="off policy", meaning="relative bias, cl
 MAIN = [_LOSS, _RIGHT, _CLAIM, _OFF_POLICY, _WORST_VARIABLE, _KL, _IN_BOX, _NOISE, _TRUNCATED[SHOWN]]
 SETTINGS = [_LOSS, *_FIXED, *_VARIABLE]
 DETAILS = [_LOSS, _SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT, _APART]
-SAMPLING = [_LOSS, *_TRUNCATED.values(), _ENGINE]
+SAMPLING = [_LOSS, *_TRUNCATED.values(), *_ENGINE.values()]
+_NAMES = AuditColumn(
+    "named", "what is wrong, where its gradient gives it away", _plain(lambda line: "; ".join(line.names)), number=False
+)
 EVERYTHING = [
     *(_LOSS, _RIGHT, _CLAIM, *_FIXED, *_VARIABLE, _KL),
-    *(*_SHIPPED, *_TRUNCATED.values(), _ENGINE),
-    *(_SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT),
+    *(*_SHIPPED, *_TRUNCATED.values(), _ENGINE[SHOWN]),
+    *(_SEQUENCE, _COSINE, _VARIANCE, _CLIPPED, _CUT, _LEFT, _NAMES),
 ]
 TABLES = {
     "Every setting: responses of one length, then of different lengths": SETTINGS,
@@ -185,6 +201,7 @@ def _show(report: AuditReport, to: Console, verbose: bool) -> None:
     _explain(to, MAIN)
     for text in feed_findings(report):
         to.print(text)
+    _names(report, to)
     if verbose:
         for title, columns in TABLES.items():
             to.print()
@@ -194,6 +211,39 @@ def _show(report: AuditReport, to: Console, verbose: bool) -> None:
         _notes(report, to)
     for message in report.audit.messages:
         to.print(Text(f"not audited: {message}", style="yellow"))
+
+
+def text(report: AuditReport) -> str:
+    """As printed to a file: no colours, 100 columns."""
+    written = StringIO()
+    _show(report, Console(file=written, width=100), verbose=False)
+    return written.getvalue().rstrip()
+
+
+def html_table(report: AuditReport) -> str:
+    """The verdict, the names and the main table, to stand in a notebook."""
+    head = tag("tr", *(tag("th", escape(column.title), title=escape(column.meaning) or None) for column in MAIN))
+    rows = [tag("tr", *(_html_cell(column.cell(line)) for column in MAIN)) for line in report.lines]
+    names = tag("ul", *(tag("li", escape(name)) for line in report.lines for name in line.names))
+    setup = tag("p", escape(f"Relative bias of the expected gradient; {report.setup}."))
+    return tag("div", tag("p", tag("b", escape(finding(report)))), names, tag("table", head, *rows), setup)
+
+
+def _html_cell(cell: Text) -> str:
+    return tag("td", escape(cell.plain), style=HTML_COLOURS.get(str(cell.style)))
+
+
+def _names(report: AuditReport, to: Console) -> None:
+    """What is wrong, in words, and with which losses."""
+    found = named(report)
+    if found:
+        to.print()
+        to.print(Text("What is wrong, recognised by its gradient", style="bold"))
+    for words, libraries in found:
+        to.print(Text(f"✗ {words}", style="red"))
+        for title, lines in libraries if len(report.lines) > 1 else ():
+            heading = f"{title}: " if len(report.libraries) > 1 else ""
+            to.print(Padding(Text(heading + joined_labels(lines)), (0, 0, 0, 4)))
 
 
 def _table(report: AuditReport, columns: list[AuditColumn]) -> Table:

@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from ..run.auto import TOY_LENGTH
 from ..run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
+from ..run.folder import RunFolder
 from .timing import SideFailed, Watch, finish, peak_gib, process
 
 WARMUP = 1  # steps of each side that do not count
@@ -28,7 +30,7 @@ class StepWork:
 
     prompts: int = RolloutConfig.prompts
     samples: int = RolloutConfig.samples
-    max_new_tokens: int = RolloutConfig.max_new_tokens
+    max_new_tokens: int = TOY_LENGTH
     minibatches: int = OptimConfig.minibatches
     repeats: int = 10
     threads: int = 1
@@ -94,7 +96,7 @@ def optimiser_steps() -> Iterator[list[object]]:
 def rpg_config(work: StepWork, folder: Path) -> Config:
     """``rpg train`` as it comes, but for the sizes and for what would make steps differ from each other."""
     return Config(
-        steps=2**31,  # no step is the last, which would be evaluated and saved
+        steps=10**9,  # no step is the last, which would be evaluated and saved
         seed=work.seed,
         device=work.device,
         model=work.model,
@@ -133,7 +135,7 @@ def rpg_steps(work: StepWork, before: Before, after: After) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="rpg-bench-")))
         config, view = rpg_config(work, folder), LastRow()
-        trainer = stack.enter_context(Trainer(config, folder, view))
+        trainer = stack.enter_context(Trainer(config, RunFolder(folder), view))
         logs = stack.enter_context(RunLogs(folder, config.log, "bench", flat(config)))
         taken = stack.enter_context(optimiser_steps())
         for step in range(1, work.steps + 1):

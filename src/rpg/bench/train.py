@@ -13,6 +13,7 @@ from ..costs.operations import Ceilings, Operations
 from ..kernels.fused import fuse
 from ..models.policy import Policy
 from ..run.config import Config, OptimConfig, RolloutConfig
+from ..run.folder import RunFolder
 from ..training.batch import Batch
 from ..training.optim import make_optimizer
 from ..training.reference import batch_logp
@@ -89,7 +90,7 @@ def _seconds(model: Any, sizes: Sizes, recompute: bool) -> float:
     optimizer = make_optimizer(policy.parameters(), optim)
     batch = make_batch(policy, sizes)
     with TemporaryDirectory(prefix="rpg-bench-") as folder:
-        updater = Updater(config, method_of(config), policy, optimizer, Path(folder))
+        updater = Updater(config, method_of(config), policy, optimizer, RunFolder(Path(folder)))
         steps = iter(range(1, 1000))
 
         def update() -> None:

@@ -14,7 +14,7 @@ import torch
 from rich.text import Text
 
 from .. import __version__
-from ..console import printed
+from ..console import install, printed
 from ..costs.operations import Ceilings, Operations
 from .step import WARMUP, SideResult, StepWork, compare
 from .synthetic import Sizes, make_model, make_tokenizer, random_prompts, vocabulary
@@ -144,7 +144,7 @@ def _floor(operations: Operations, sizes: Sizes, ceilings: Ceilings) -> float:
 def _trl(work: StepWork, watch: Watch) -> SideResult:
     """As fast as the device's memory lets it: all activations kept, computed again, or with half as many responses."""
     if find_spec("trl") is None:
-        raise SideFailed("TRL is not installed: pip install 'rpg-rl[audit]'")
+        raise SideFailed(f"TRL is not installed: {install('rpg-rl[audit]')}")
     for attempt in (replace(work, checkpointing=False), work):
         try:
             return compare(attempt, ("trl",), watch)["trl"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench.synthetic import FLAGS, check_model, sizes_for
-from ..console import one_line
+from ..console import install, one_line
 from ..run.config import RolloutConfig
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..bench.synthetic import Sizes
     from ..bench.table import BenchReport
 
-NO_TRL = "TRL is not installed, so this is rpg alone; to have both: pip install 'rpg-rl[audit]'"
+NO_TRL = "TRL is not installed, so this is rpg alone; to have both: "
 PARTS = ("rollout", "logp", "train", "step", "scaling")
 SHARED = {"prompts": RolloutConfig.prompts, "samples": RolloutConfig.samples, "repeats": 10}  # built-in step's defaults
 LEAST = {field.name: 1 for field in FLAGS if field.type == "int"} | {"samples": 2, "max_new_tokens": 1, "threads": 1}
@@ -36,7 +36,7 @@ def add_bench(commands: Any) -> None:
     )
     add = parser.add_argument
     add("part", nargs="?", choices=(*PARTS, "all"), metavar="PART", help=f"{', '.join(PARTS)} or all")
-    add("--device", default="auto", metavar="D", help="cpu, cuda …; auto: a GPU if there is one (default)")
+    add("--device", default="auto", metavar="D", help="cpu, cuda or gpu …; auto: a GPU if there is one (default)")
     add("--json", type=Path, metavar="FILE", help="also every number")
     add("--markdown", type=Path, metavar="FILE", help="also the tables as a page (with PART)")
     add("--quick", action="store_true", help="half of what can be halved (with PART)")
@@ -144,7 +144,7 @@ def _run_step(args: argparse.Namespace, work: StepWork) -> int:
     missing = not args.alone and importlib.util.find_spec("trl") is None
     sides = ("rpg",) if args.alone or missing else ("rpg", "trl")
     try:
-        report = StepReport(work, compare(work, sides, _watch), [NO_TRL] if missing else [])
+        report = StepReport(work, compare(work, sides, _watch), [NO_TRL + install("rpg-rl[audit]")] if missing else [])
     except SideFailed as error:
         print(f"rpg bench: {error}", file=sys.stderr)
         return 1

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..api import configure
 from ..console import Mistake
 from ..run.config import Config
-from ..run.settings import add_flags, build, given, to_yaml
+from ..run.settings import add_flags, given, to_yaml
+from ..trust import HELP as TRUST
 
 HELP = """\
 Write a recipe as a run of verl or TRL, for many GPUs: the same problems, templates, rewards, algorithm and settings,
@@ -51,13 +54,15 @@ def add_export(commands: Any) -> None:
         )
         add = engine.add_argument
         add("recipe", type=Path, metavar="RECIPE", help="settings in YAML, as for rpg train --config")
-        add("-o", "--folder", type=Path, metavar="FOLDER", help=f"where to (default: export/RECIPE-{name})")
+        free = f"export/RECIPE-{name}, or the first of -2, -3, … that is free"
+        add("-o", "--folder", type=Path, metavar="FOLDER", help=f"where to (default: {free})")
         add("--from", dest="begin", type=Path, metavar="RUN", help="start from a checkpoint of this run of rpg train")
         add("--checkpoint", default="last", metavar="last|best|N", help="which of its checkpoints (default: last)")
         add("--gpus", type=_count, default=gpus, metavar="N", help=f"GPUs on each node (default {gpus})")
         add("--nodes", type=_count, default=1, metavar="N", help="nodes (default 1)")
         if name == "verl":
             add("--settings-only", action="store_true", help="run.sh alone, to read: no problems are loaded")
+        add("--trust", action="store_true", help=TRUST)
         add_flags(engine, Config)
         engine.set_defaults(run=functools.partial(_export, write=write))
 
@@ -69,18 +74,30 @@ def _count(text: str) -> int:
 
 
 def _export(args: argparse.Namespace, write: Any) -> int:
+    from ..run.auto import refuse_ruin, settled
     from ..run.checkpoint import CheckpointError
 
-    folder = args.folder or Path("export") / f"{args.recipe.stem}-{args.engine}"
+    folder = args.folder or _free(Path("export") / f"{args.recipe.stem}-{args.engine}")
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if _taken(folder):
             raise ValueError(f"{folder} exists already: give another folder with -o")
-        config = build(Config, file=args.recipe, flags=given(args, Config))
+        config = settled(configure(args.recipe, flags=given(args, Config), trust=args.trust))
+        refuse_ruin(config)
         for line in write(args, config, folder):
             print(line)
     except (ValueError, OSError, CheckpointError) as error:
         raise Mistake(" ".join(str(error).split())) from error
     return 0
+
+
+def _taken(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def _free(folder: Path) -> Path:
+    """Itself, or the next that is free: dapo-verl, dapo-verl-2, dapo-verl-3"""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([folder], numbered) if not _taken(one))
 
 
 def _title(args: argparse.Namespace, config: Config) -> str:
@@ -132,11 +149,11 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
     rewards = ""
     copies: list[Path] = []
     if not alone:
+        tokenizer, context = data.load_tokenizer(at_home, config)
         task = load_task(task_of.name, config.seed, task_of.test, task_of.prompt_key, task_of.answer_key, look=False)
         dynamic = method_of(config).dynamic
         problems, in_order = data.train_problems(task, config, start.problem, start.steps_left(config), dynamic)
         sets = held_out(task, config)
-        tokenizer, context = data.load_tokenizer(at_home, config)
         chat = data.uses_chat(tokenizer, config)
         data.check_prompts(tokenizer, chat, [problems, *sets.values()], config)
         names = {name: data.file_name(name, i) for i, name in enumerate(sets)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..api import merge
 from ..console import Mistake, amount, duration, number, printed
+from ..trust import HELP as TRUST
 
 if TYPE_CHECKING:
     from ..models.merge import Merged
@@ -47,6 +48,7 @@ def add_merge(commands: Any) -> None:
     add("--weights", type=_weights, metavar="W,W,…", help="a number for each run (default: all the same)")
     add("--per", default="layer", metavar="layer|tensor|model", help="what has an angle of its own (default: layer)")
     add("--checkpoint", default="last", metavar="last|best|N", help="which of each run's (default: last)")
+    add("--trust", action="store_true", help=TRUST)
     parser.set_defaults(run=run_merge)
 
 
@@ -63,7 +65,9 @@ def run_merge(args: argparse.Namespace) -> int:
 
     from ..run.checkpoint import CheckpointError
 
-    options = {name: getattr(args, name) for name in ("init", "method", "towards", "weights", "per", "checkpoint")}
+    options = {
+        name: getattr(args, name) for name in ("init", "method", "towards", "weights", "per", "checkpoint", "trust")
+    }
     try:
         with Console(stderr=True, markup=False).status("") as status:
             merged = merge(args.runs, args.output, note=lambda text: status.update(Text(text)), **options)

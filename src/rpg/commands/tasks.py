@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from ..console import Mistake
+from ..console import Mistake, install, printable
 from ..tasks.overlap import Index, lines
 from ..tasks.sources.builtin import BUILTIN
 from ..tasks.sources.datasets import DATASETS, FOLDER
@@ -26,10 +26,11 @@ examples:
                                              and which test problems are in the training set
   rpg tasks train.parquet --answer-key final"""
 
+GYM = "gym:GENERATOR?option=value"
 OTHERS = {
     "train.jsonl": "a file (.jsonl, .json, .parquet): a problem a row, prompt/question/problem and answer/solution/…",
     "org/name@subset#split": "any dataset on the Hugging Face hub; subset and split may be left out",
-    "gym:GENERATOR?option=value": "a generator of reasoning-gym (pip install 'rpg-rl[gym]')",
+    GYM: "a generator of reasoning-gym",
     "my_task.py:make": "a function of your own that returns a rpg.tasks.Task",
     "0.7*gsm8k + 0.3*math": "several at once, in exact proportions",
 }
@@ -86,7 +87,8 @@ def _list() -> None:
         hubs = dict.fromkeys(part.hub.partition("#")[0] for part in (row.train, row.test) if part)
         print(f"  {name:<16} {train:>7} {test:>6}  {row.about}\n{'':<35}{', '.join(hubs)}")
     print(f"  {FOLDER}=FOLDER takes them from files there instead of the hub: gsm8k-train.jsonl, math-500.parquet, …")
-    for title, names in (("built in", {name: ABOUT[name] for name in BUILTIN}), ("others", OTHERS)):
+    others = OTHERS if find_spec("reasoning_gym") else OTHERS | {GYM: f"{OTHERS[GYM]} ({install('rpg-rl[gym]')})"}
+    for title, names in (("built in", {name: ABOUT[name] for name in BUILTIN}), ("others", others)):
         print(f"\n{title}")
         for name, about in names.items():
             print(f"  {name:<27} {about}")
@@ -95,17 +97,19 @@ def _list() -> None:
 def _show(task: Task) -> None:
     from ..tasks.templates import fill
 
-    print(task.name)
+    _say(task.name)
     for title, problems in [("train", task.train), *((f"test {name}", test) for name, test in task.tests.items())]:
-        print(f"  {title}: {describe(problems)}")
+        _say(f"  {title}: {describe(problems)}")
     for problem in _examples(task):
-        print(f"\nanswer {problem.answer[:200]}, template {_short(problem.template)}")
+        print()
+        _say(f"answer {problem.answer[:200]}, template {_short(problem.template)}")
         if problem.system:
-            print(f"  (system) {_short(problem.system)}")
-        print(textwrap.indent(fill(problem.template, problem.prompt)[:LONGEST], "  "))
+            _say(f"  (system) {_short(problem.system)}")
+        for line in fill(problem.template, problem.prompt)[:LONGEST].expandtabs().splitlines():
+            _say(f"  {line}".rstrip())
     print()
     for note in task.notes:
-        print(note)
+        _say(note)
     train = finite(task.train)
     if len(task.train) and not train:
         print("problems are made when asked for; a tenth of all possible ones is held out")
@@ -113,10 +117,14 @@ def _show(task: Task) -> None:
     index = Index(train)
     tests = {name: index.overlap(test) for name, test in task.tests.items() if len(test) < ENDLESS}
     for line in lines(index.repeated, tests):
-        print(line)
+        _say(line)
     for name, overlap in tests.items():
         if train and not overlap.pairs:
-            print(f"{name}: none of its problems is in the training set")
+            _say(f"{name}: none of its problems is in the training set")
+
+
+def _say(line: str) -> None:
+    print(printable(line))
 
 
 def describe(problems: Sequence[Problem]) -> str:

@@ -11,6 +11,7 @@ import datetime
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..console import complain, reaches
+
 T = TypeVar("T")
 
 FAILED, TOLD = "rpg/failed", "rpg/told"  # keys of the store
@@ -29,6 +32,7 @@ PATIENCE = datetime.timedelta(hours=24)  # for a rank that is slower; one that i
 LOST = "another process of the run is gone: killed, perhaps for its memory"
 POLL, GRACE = 0.3, 1.0  # seconds between two looks at the store; for a rank to fail by itself
 HEARING = 4.0  # for the first rank to tell the user
+NO_GPU = "device {!r} is not to be had: torch finds no GPU here; --device cpu runs without"
 STOPPED = 130  # the code of a run that was stopped at once
 
 
@@ -120,7 +124,7 @@ class World:
     def failed(self, message: str, code: int) -> int:
         """Tell the user, once, and end all ranks. Alone: gives the code."""
         if self.size == 1:
-            print(f"rpg train: {message}", file=sys.stderr)
+            complain(f"rpg train: {message}")
         self.end_all(message, code)
         return code
 
@@ -130,7 +134,7 @@ class World:
             return
         self._over.set()  # no second message from the watcher
         if self.first:
-            print(f"rpg train: {message}", file=sys.stderr, flush=True)
+            complain(f"rpg train: {message}")
         self._publish(message, code)
         _leave(code)
 
@@ -149,7 +153,7 @@ class World:
         except RuntimeError:  # torchrun, which holds the store, is gone
             alone = True
         if alone and not self.first:
-            print(f"rpg train: {_told(self.rank, message, code)}", file=sys.stderr, flush=True)
+            complain(f"rpg train: {_told(self.rank, message, code)}")
 
     def has_lost(self, error: BaseException) -> bool:
         """Whether an operation failed because another rank has gone without a word."""
@@ -173,7 +177,7 @@ class World:
             if self.first:
                 text = _told(**about)
                 self.on_failure(text, "stopped" if about["code"] == STOPPED else "failed")
-                print(f"rpg train: {text}", file=sys.stderr, flush=True)
+                complain(f"rpg train: {text}")
                 store.set(TOLD, "0")
             _leave(about["code"])
 
@@ -203,8 +207,8 @@ def _told(rank: int, message: str, code: int) -> str:
 
 def _leave(code: int) -> int:
     """At once: threads of collective operations may never end. (It does not return.)"""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        reaches(stream, stream.flush)
     os._exit(code)
 
 
@@ -246,10 +250,7 @@ def own_device(name: str, here: int, local: int) -> torch.device:
     """A GPU for each process, in order."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        asked = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
+    asked = named_device(name)
     if asked.type not in ("cuda", "cpu"):
         raise ValueError(f"device={name} with several processes: cuda or cpu")
     if asked.index is not None:
@@ -258,10 +259,18 @@ def own_device(name: str, here: int, local: int) -> torch.device:
         return asked
     there = torch.cuda.device_count()
     if not there:
-        raise ValueError("device 'cuda' is not to be had: torch finds no GPU here; --device cpu runs without")
+        raise ValueError(NO_GPU.format(name))
     if there < local:
         raise ValueError(f"{local} processes and {there} GPUs: torchrun --nproc-per-node {there}")
     return torch.device("cuda", here)
+
+
+def named_device(name: str) -> torch.device:
+    """By torch's name; gpu is what many call cuda."""
+    try:
+        return torch.device(re.sub(r"^gpu\b", "cuda", name))
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
 
 
 def join(device: torch.device, backend: str) -> World:

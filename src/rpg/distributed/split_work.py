@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..rewards.failing import added
 from ..rollout import Engine, KeptIds, Rollout
 from ..tasks import Scorer, Scores
 from .ranks import World, deal
@@ -63,6 +64,7 @@ def score(world: World, scorer: Scorer, items: Sequence[tuple[str, str, str]]) -
     mine = items[world.rank :: world.size]
     by_rank = world.gather(world.fail_together(lambda: scorer.score(mine)))
     whole = Scores([0.0] * len(items), {}, [], [False] * len(items))
+    whole.calls.update(added(share.calls for share in by_rank))
     whole.parts.update((name, [0.0] * len(items)) for share in by_rank for name in share.parts)
     for rank, share in enumerate(by_rank):
         at = slice(rank, None, world.size)

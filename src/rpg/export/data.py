@@ -71,9 +71,13 @@ def load_tokenizer(model: str, config: Config) -> tuple[Any, int | None]:
     from transformers import AutoConfig, AutoTokenizer
 
     from ..models.errors import explain
-    from ..models.loading import SHARED
+    from ..models.loading import SHARED, ask_hub, is_missing
 
+    if is_missing(model):
+        raise ValueError(f"model {model}: there is no such folder: give one that save_pretrained wrote, or a hub id")
     options = {name: value for name, value in config.model_options.items() if name in SHARED}
+    if not Path(model).exists():  # asked once, and then the cache: transformers would go on asking for a minute
+        options |= ask_hub(model, ["config.json"], options)[1]
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **options)
         about = AutoConfig.from_pretrained(model, **options).get_text_config()

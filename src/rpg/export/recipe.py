@@ -7,6 +7,7 @@ from typing import Any
 
 from ..loss.methods import Method
 from ..run.config import Config
+from ..run.folder import AUTO
 from .start import Start
 
 GPU_TOKENS = 32768  # in one pass of training, where the recipe does not say
@@ -70,4 +71,8 @@ def trackers(config: Config) -> tuple[list[str], str, str]:
     """Where metrics go, the project there, the run's name in it."""
     log = config.log
     names = [name for name in ("tensorboard", "wandb", "trackio") if getattr(log, name)]
-    return names, log.wandb or log.trackio or "rpg", config.output.strip("/").replace("/", "-")
+    return names, log.wandb or log.trackio or "rpg", _named(config)
+
+
+def _named(config: Config) -> str:
+    return config.algorithm if config.output == AUTO else config.output.strip("/").replace("/", "-")

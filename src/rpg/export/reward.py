@@ -17,6 +17,7 @@ from typing import Any
 
 from ..rewards.importing import FILES, load_function
 from ..rewards.scoring import Part
+from ..rewards.signature import check_signature
 from ..run.config import Config
 from ..tasks import Scorer, Task
 from ..tasks.reward import make_reward, well_formed
@@ -62,9 +63,9 @@ def reward_file(config: Config, task: Task, title: str) -> tuple[str, list[Path]
         template_text(asked.template)
     copies: list[Path] = []
     lines = []
-    for part in make_reward(asked.reward, asked.rewards, task, asked.template):
+    for part in make_reward(asked.reward, asked.rewards, task, asked.template, asked.verifier):
         function = described(part.function)
-        loaded(function, Path())
+        check_signature(loaded(function, Path()), function if isinstance(function, str) else "")
         lines.append(f"        {Written(part.name, _beside(function, copies), part.weight, part.trusted)!r},")
     limits = {name: getattr(asked, name) for name in ("workers", "timeout", "on_error", "memory_gb")}
     return HEAD.format(title=title, parts="\n".join(lines), **limits), copies

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..loss.methods import Method
 from ..run.config import Config
+from ..secrets import without_secrets
 from ..training.collect import signal_of
 from ..training.setup import method_of
 from . import recipe
@@ -148,7 +149,7 @@ def _optim(config: Config) -> dict[str, Any]:
         "max_grad_norm": optim.max_grad_norm,
         "gradient_checkpointing": Code("torch.cuda.is_available()") if optim.recompute is None else optim.recompute,
         "bf16": half,
-        "model_init_kwargs": {**config.model_options, "dtype": "float32"},
+        "model_init_kwargs": {**without_secrets(config.model_options), "dtype": "float32"},
         "use_cpu": Code("not torch.cuda.is_available()") if config.device == "auto" else config.device == "cpu",
         "seed": config.seed,
     }

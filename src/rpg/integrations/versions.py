@@ -6,6 +6,8 @@ import os
 import warnings
 from importlib.metadata import version
 
+from ..console import install
+
 TESTED = {"trl": ("1.16", "1.17"), "verl": ("0.9.1", "0.10")}  # from, below
 ANYWAY = "RPG_UNTESTED_VERSIONS"
 
@@ -16,7 +18,7 @@ def check_version(package: str) -> str:
     if not _number(least) <= _number(installed) < _number(below):
         text = (
             f"{package} {installed} is installed; rpg.integrations.{package} was tested with {package} "
-            f">={least},<{below}: pip install '{package}>={least},<{below}', or set {ANYWAY}=1 to go on with this one"
+            f">={least},<{below}: {install(f'{package}>={least},<{below}')}, or set {ANYWAY}=1 to go on with this one"
         )
         if os.environ.get(ANYWAY) != "1":
             raise ImportError(text)

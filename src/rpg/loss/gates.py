@@ -20,7 +20,6 @@ class Tokens:
     """The tokens of an optimiser step, [B,T] each, without gradients."""
 
     logp: Tensor
-    log_w: Tensor
     advantage: Tensor
     mask: Tensor  # bool
     clipped: Tensor  # bool: cut by the clip already

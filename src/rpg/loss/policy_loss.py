@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..console import choose, one_of
 from .clip import KL3, Box, Clip, DualClip, LogBox, Seen, TrustRegion
+from .control_variate import control_variate
 from .gates import Gate, Tokens
 from .inputs import Inputs, check_batch, check_shape
 from .metrics import measure
@@ -144,9 +145,7 @@ class PolicyLoss:
         """token_clip, length_weighted, gate, and the entropy's bonus."""
         if self.token_clip is not None:
             if not isinstance(self.token_clip, Box | DualClip | KL3) or isinstance(self.token_clip, LogBox):
-                raise ValueError(
-                    f"token_clip must be a rule with limits such as rpg.clip.Box(); got {self.token_clip!r}"
-                )
+                raise ValueError(f"token_clip must be a rule with limits, as rpg.clip.Box(); got {self.token_clip!r}")
             if self.level == "token" or self.estimator != "differentiable":
                 raise ValueError("token_clip needs level='sequence-mean' or 'sequence' and estimator='differentiable'")
             if self.divergence != "none":
@@ -157,13 +156,9 @@ class PolicyLoss:
             if not isinstance(self.gate, Gate):
                 raise TypeError(f"gate must be a rule such as rpg.gates.HighEntropy() or None; got {self.gate!r}")
             if self.level != "token" or self.control_variate:
-                raise ValueError(
-                    "gate needs level='token' and no control_variate: on chosen tokens its mean is not zero"
-                )
+                raise ValueError("gate needs level='token' and no control_variate, whose mean would not be zero")
             if self.gate.role == "kl" and (self.kl_inside or self.kl_to_go):
-                raise ValueError(
-                    f"{type(self.gate).__name__} needs the KL term outside the clip: give kl_in_clip=False"
-                )
+                raise ValueError(f"{type(self.gate).__name__} needs the KL outside the clip: kl_in_clip=False")
         if not self.entropy_bonus >= 0 or not self.entropy_step > 0:
             got = f"{self.entropy_bonus}, {self.entropy_step}"
             raise ValueError(f"entropy_bonus must be at least 0 and entropy_step positive; got {got}")
@@ -173,9 +168,7 @@ class PolicyLoss:
             got = f"{self.entropy_bonus_limit} and entropy_bonus={self.entropy_bonus}"
             raise ValueError(f"entropy_bonus_limit must be at least entropy_bonus, where it starts; got {got}")
         if isinstance(self.clip, TrustRegion) and self.level == "sequence":
-            raise ValueError(
-                "TrustRegion measures a token's probability: a response's is next to 0. Give level='token'"
-            )
+            raise ValueError("TrustRegion measures a token's probability, not a response's: give level='token'")
 
     @property
     def has_kl(self) -> bool:
@@ -334,14 +327,14 @@ class PolicyLoss:
             with torch.no_grad():
                 omega = terms.omega()
                 if self.control_variate:
-                    omega = omega - _control_variate(terms, omega, groups, score_sq) * terms.ratios.w
+                    omega = omega - control_variate(terms, omega, groups, score_sq) * terms.ratios.w
                 omega = (omega * terms.valid).neg_()
             loss = omega * terms.ratios.logp
         else:
             loss = terms.differentiable()
             if self.control_variate:
                 with torch.no_grad():
-                    c = _control_variate(terms, terms.omega(), groups, score_sq)
+                    c = control_variate(terms, terms.omega(), groups, score_sq)
                 loss = loss + c * terms.ratios.w
             loss = loss * terms.valid
 
@@ -389,13 +382,9 @@ class PolicyLoss:
             if self.level != "token":
                 raise ValueError("exact_kl is a per-state term: it needs level='token'")
             if not self.has_kl or self.kl_to_go or self.kl_in_clip or self.through_advantage:
-                raise ValueError(
-                    "exact_kl needs a divergence with beta > 0, without kl_to_go, kl_in_clip=True and through_advantage"
-                )
+                raise ValueError("exact_kl needs beta > 0, and no kl_to_go, kl_in_clip=True or through_advantage")
             if self.gate is not None and self.gate.role == "kl":
-                raise ValueError(
-                    f"exact_kl is of all tokens, and {type(self.gate).__name__} chooses some: leave one out"
-                )
+                raise ValueError(f"exact_kl is of all tokens, but {type(self.gate).__name__} chooses some")
             if x.logp.requires_grad and not exact_kl.requires_grad:
                 raise ValueError("exact_kl must carry a gradient: compute it from the current policy's logits")
         if keep is not None and self.control_variate:
@@ -441,14 +430,7 @@ class PolicyLoss:
 
     def _choose(self, terms: Terms, x: Inputs, entropy: Tensor | None) -> Tensor:
         assert self.gate is not None
-        w = terms.ratios.w.detach()
-        cut = (
-            torch.zeros_like(w, dtype=torch.bool)
-            if terms.clip is None
-            else ~terms.clip.keep(w, terms.advantage, terms.seen)
-        )
-        tokens = Tokens(x.logp.detach(), terms.log_w.detach(), terms.advantage, x.mask.bool(), cut, entropy)
-        return self.gate.choose(tokens)
+        return self.gate.choose(Tokens(x.logp.detach(), terms.advantage, x.mask.bool(), terms.cut, entropy))
 
     def _terms(self, x: Inputs, state_kl: Tensor | None, apart: bool) -> Terms:
         """The batch at the loss's level. ``apart``: the KL term is added by itself, not sampled."""
@@ -516,27 +498,3 @@ def _bound_tokens(rule: Clip, log_w_BT: Tensor, advantage_B1: Tensor, limit: flo
     """Each token's log-ratio, held at its limit and without its gradient where the rule cuts it."""
     w_BT = bounded(log_w_BT.detach(), limit).exp()
     return torch.where(rule.keep(w_BT, advantage_B1), log_w_BT, rule.clamp(w_BT, advantage_B1).log())
-
-
-def _control_variate(x: Terms, weight: Tensor, groups: Tensor | None, score_sq: Tensor | None) -> Tensor:
-    """c* = E[w·ω·|s|²] / E[w²·|s|²], for each sequence from the sequences outside its own group. [B,1] or [B]."""
-    w = x.ratios.w.detach()
-    n = x.valid if score_sq is None else score_sq.masked_fill(x.valid == 0, 0)
-    top, bottom = w * weight * n, w.square() * n
-    if top.dim() == 2:
-        top, bottom = top.sum(-1), bottom.sum(-1)
-    if groups is None:
-        group = torch.arange(len(top), device=top.device)
-    else:
-        group = groups.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
-    sums = top.new_zeros(2, int(group.max()) + 1).index_add_(1, group, torch.stack([top, bottom]))
-    others = _sums_of_others(sums)
-    c = torch.where(others[1] > 0, others[0] / others[1].clamp(min=1e-30), 0.0)[group]
-    return c.unsqueeze(-1) if w.dim() == 2 else c
-
-
-def _sums_of_others(x: Tensor) -> Tensor:
-    """Σ_{j≠i} x_j along the last dimension, from both sides: x_i has no part in it, not even by rounding."""
-    before, after = x.cumsum(-1), x.flip(-1).cumsum(-1).flip(-1)
-    none = x.new_zeros(*x.shape[:-1], 1)
-    return torch.cat([none, before[..., :-1]], -1) + torch.cat([after[..., 1:], none], -1)

@@ -1,4 +1,4 @@
-"""What a method is: ``Algorithm`` as published, ``Method`` as one run has it. Presets by name; methods.py has the rows.
+"""What a method is: ``Algorithm`` as published, ``Method`` as one run has it. Presets by name; methods/ has the rows.
 
 "old" is the sampling policy; ``reference`` says which policy anchors the KL term: "old" (updated every iteration, no
 second model is held), "initial" (the model training began from), "average" (a moving average of the weights) or
@@ -161,15 +161,20 @@ def plain_form(name: str) -> Callable[..., Tensor]:
 def sources(name: str) -> tuple[str, str]:
     """A preset's row, and its plain form after the small functions that it calls, as they are written."""
     plain_function = _PLAIN[name]
-    helpers = [plain_function.__globals__[called] for called in sorted(_names(plain_function))]
-    row_text, *plain_texts = (_source(f) for f in (_ROWS[name], *helpers, plain_function))
-    return row_text, "\n\n".join(plain_texts)
+    helpers = _helpers(plain_function)
+    plain_texts = [_source(helpers[called]) for called in sorted(helpers)] + [_source(plain_function)]
+    return _source(_ROWS[name]), "\n\n".join(plain_texts)
 
 
-def _names(function: Callable[..., Tensor]) -> set[str]:
-    """Of the functions that a plain form calls, directly or through one another."""
-    called = {n for n in function.__code__.co_names if inspect.isfunction(function.__globals__.get(n))}
-    return called.union(*(_names(function.__globals__[n]) for n in called))
+def _helpers(function: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    """The functions that a plain form calls, directly or through one another, by name."""
+    known = function.__globals__
+    called: dict[str, Callable[..., Tensor]] = {
+        n: known[n] for n in function.__code__.co_names if inspect.isfunction(known.get(n))
+    }
+    for helper in list(called.values()):
+        called |= _helpers(helper)
+    return called
 
 
 def _source(function: Callable[..., object]) -> str:

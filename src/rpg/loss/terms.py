@@ -58,6 +58,14 @@ class Terms:
         w = self.ratios.w.detach()
         return w if self.clip is None else self.clip.weight(w, self.signed_advantage, self.seen)
 
+    @property
+    def cut(self) -> Tensor:
+        """Bool: which samples the clip cuts."""
+        w = self.ratios.w.detach()
+        if self.clip is None:
+            return torch.zeros_like(w, dtype=torch.bool)
+        return ~self.clip.keep(w, self.advantage, self.seen)
+
     def omega(self) -> Tensor:
         """ω, what multiplies ∇log π in ascent. No gradients."""
         match self.kl_place:

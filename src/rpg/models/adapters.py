@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..console import flat_text
+from ..console import flat_text, install
 
 WRAPPER = "_peft_wrapper"  # in a model's __dict__, not among its modules: the PeftModel around it
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -244,5 +244,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ValueError("an adapter needs the package peft: pip install 'rpg-rl[peft]'") from error
+        raise ValueError(f"an adapter needs the package peft: {install('rpg-rl[peft]')}") from error
     return peft

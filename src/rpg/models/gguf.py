@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..console import install
 from .errors import Explained
 
 # tokens at which llama.cpp (src/llama-vocab.cpp, special_eog_ids) ends a response, whatever the file names besides
@@ -27,7 +28,7 @@ def load_gguf(name: str, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         import gguf
     except ImportError as error:
-        raise Explained("a .gguf file needs the package gguf: pip install 'rpg-rl[gguf]'") from error
+        raise Explained(f"a .gguf file needs the package gguf: {install('rpg-rl[gguf]')}") from error
     import transformers
     from transformers import modeling_gguf_pytorch_utils as reading
     from transformers.initialization import no_init_weights

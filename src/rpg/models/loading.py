@@ -42,12 +42,12 @@ def load(
     where = str(BUILTIN) if name == "builtin" else str(Path(name).expanduser()) if name.startswith("~") else name
     try:
         model, tokenizer = _load(name, where, dtype, options)
+        complete(tokenizer, model)
+        make_savable(model)
     except (Explained, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds
         raise ValueError(explain(name, error)) from error
-    complete(tokenizer, model)
-    make_savable(model)
     return model.to(device), tokenizer
 
 
@@ -131,8 +131,11 @@ def complete(tokenizer: Any, model: Any) -> None:
 
 def end_ids_of(*holders: Any) -> list[int]:
     """The end tokens that a tokenizer or configs name."""
-    ends = [getattr(holder, "eos_token_id", None) for holder in holders]
-    return [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
+    named = [getattr(holder, "eos_token_id", None) for holder in holders]
+    ends = [i for end in named if end is not None for i in (end if isinstance(end, list) else [end])]
+    if wrong := [i for i in ends if not isinstance(i, int) or isinstance(i, bool)]:
+        raise Explained(f"the model's eos_token_id must be a number, or several; got {str(wrong[0])[:60]!r}")
+    return ends
 
 
 def make_savable(model: Any) -> None:

@@ -110,6 +110,11 @@ class Policy:
         """Those that are trained, by name."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
+    @property
+    def chats(self) -> bool:
+        """Whether it has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
     # ---- prompts and texts -------------------------------------------------------------------------------------------
 
     def encode(
@@ -123,7 +128,7 @@ class Policy:
 
         ``system`` is the system prompt, ``options`` go to the template: enable_thinking=False, say.
         """
-        has = bool(getattr(self.tokenizer, "chat_template", None))
+        has = self.chats
         if chat is False or (chat is None and not has):
             if system:
                 raise ValueError("a system prompt needs the model's chat template: leave task.system empty")
@@ -136,16 +141,19 @@ class Policy:
         for name in options or {}:
             if name in OF_TOKENIZER:
                 raise ValueError(f"task.chat_options.{name} is no option of the chat template: leave it out")
-        ids = self._through_the_template(prompt, system, options)
+        said = [{"role": "user", "content": prompt}]
+        ids = self.encode_chat(said, system, options)
         if system and not self._system_read:
-            if ids == self._through_the_template(prompt, system + ".", options):
+            if ids == self.encode_chat(said, system + ".", options):
                 raise ValueError("the model's chat template ignores the system prompt: leave task.system empty")
             self._system_read = True
         return ids
 
-    def _through_the_template(self, prompt: str, system: str | None, options: Mapping[str, Any] | None) -> list[int]:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+    def encode_chat(
+        self, said: Sequence[Mapping[str, str]], system: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation through the chat template: messages with a role, user or assistant, and their content."""
+        messages = [*([{"role": "system", "content": system}] if system else []), *said]
         try:  # the template writes the first token itself, where there is one: none is added
             ids = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False, **(options or {})

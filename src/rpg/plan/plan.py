@@ -23,7 +23,9 @@ from ..models.adapters import weights as adapter_weights
 from ..models.meta import Shell, shell
 from ..models.vocabulary import local_vocabulary
 from ..rollout.vllm import GPU_SHARE
+from ..run.auto import choices, objections, settled
 from ..run.config import Config
+from ..run.folder import AUTO, holds_run, next_folder
 from ..run.teacher import check_rows, check_tokens, teacher_of
 from ..training.old_logp import OldLogp
 from ..training.setup import (
@@ -83,6 +85,8 @@ class Plan:
     config: Config
     method: Method
     formula: str
+    auto: dict[str, str]  # by the path of a setting that was auto: why it is what it is
+    objections: tuple[str, ...]  # what would spoil the model, or the run
     warnings: tuple[str, ...]
     parameters: int
     trained: int
@@ -126,6 +130,8 @@ def plan(
 ) -> Plan:
     """``device``: a name of devices.py; None: the one that the run would have. ``shares`` and ``prompt_tokens`` are
     what is assumed of lengths. A mistake in the settings is a ValueError of one line."""
+    auto = {path: why for path, (_, why) in choices(config).items()}
+    config = settled(config)
     method = method_of(config)
     check_rewards(config)
     chosen, dtype = _device(config, device)
@@ -154,6 +160,8 @@ def plan(
         passes.append(_of_teacher(work, config, dtype) if taught else work)
         warnings += _unchecked_tokens(config, model, dtype) if taught else ()
     prompt = prompt_tokens or data.prompt
+    against = [objection.text for objection in objections(config)]
+    against += _too_long(model.model.config.get_text_config(), prompt, rollout.max_new_tokens)
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
         more = min(MOST_MORE, rollout.oversample / kept) if method.dynamic else 1.0
@@ -165,6 +173,8 @@ def plan(
         config=config,
         method=method,
         formula=algorithm_of(config).formula,
+        auto=auto,
+        objections=tuple(against),
         warnings=tuple(warnings),
         parameters=model.parameters,
         trained=model.trained,
@@ -185,6 +195,15 @@ def plan(
         data=data,
         disk=_disk(config, model, needed),
     )
+
+
+def _too_long(shape: Any, prompt: int, new: int) -> Iterator[str]:
+    context = getattr(shape, "max_position_embeddings", None)
+    if isinstance(context, int) and prompt + new > context:
+        yield (
+            f"rollout.max_new_tokens {new:,} and prompts of some {prompt} tokens do not fit into the {context:,} of "
+            f"the model: give at most {max(1, context - prompt):,}, or auto"
+        )
 
 
 def _device(config: Config, name: str | None) -> tuple[Device, torch.dtype]:
@@ -280,15 +299,15 @@ def _seconds(
 
 
 def _disk(config: Config, model: Shell, needed: memory.Memory) -> Disk:
-    folder, keep = Path(config.output), config.checkpoint
-    log = folder / "metrics.jsonl"
+    folder = next_folder(config.algorithm) if config.output == AUTO else Path(config.output)
+    keep = config.checkpoint
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"output: cannot write into {there}; give another folder with --output")
     weights = sum(x.nbytes for x in adapter_weights(model.model).values()) if adapted(model.model) else needed.weights
     return Disk(
         folder=str(folder),
-        holds_run=log.is_file() and log.stat().st_size > 0,
+        holds_run=holds_run(folder) is not None,
         checkpoint=weights + needed.masters + needed.moments + (config.reference.model is None) * needed.reference,
         kept=keep.keep + keep.best + 1 if keep.keep else 0,  # a new one is whole before an old one goes
         free=shutil.disk_usage(there).free,

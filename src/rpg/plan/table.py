@@ -87,13 +87,19 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     yield (
         "a step",
         [
-            f"{rollout.prompts} prompts × {rollout.samples} responses of up to {rollout.max_new_tokens:,} tokens: "
+            f"{rollout.prompts} prompts × {rollout.samples} responses of up to {rollout.max_new_tokens:,} tokens"
+            f"{_auto(plan, 'rollout.max_new_tokens')}: "
             f"{amount(plan.tokens)} tokens at most; {plan.optimiser_steps} optimiser steps",
         ],
     )
     steps = plan.middle.steps
     limit = f"{config.minutes:g} minutes: some " if steps < config.steps else ""
-    yield "run", [f"{limit}{steps} steps, {steps * plan.optimiser_steps:,} optimiser steps, lr {config.optim.lr:g}"]
+    rate = f"lr {config.optim.lr:g}{_auto(plan, 'optim.lr')}"
+    yield "run", [f"{limit}{steps} steps, {steps * plan.optimiser_steps:,} optimiser steps, {rate}"]
+
+
+def _auto(plan: Plan, path: str) -> str:
+    return f" (auto: {plan.auto[path]})" if path in plan.auto else ""
 
 
 def _method(plan: Plan) -> str:
@@ -164,7 +170,9 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 
 def verdicts(plan: Plan) -> Iterator[tuple[bool, str]]:
-    """(good, one line) for memory, disk and the folder."""
+    """(good, one line) for what is learnt, memory, disk and the folder."""
+    for text in plan.objections:
+        yield False, text
     used = plan.memory.total / plan.device.memory
     if plan.fits:
         yield True, f"fits: {gb(plan.memory.total)} of {gb(plan.device.memory)} GB ({used:.0%})"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .runs import RunData, finite
+import numpy as np
+
+from .runs import RunData
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ TRAINING_ACCURACY = "reward/solved"
 
 def present(runs: Iterable[RunData]) -> tuple[Chart, ...]:
     """The charts, and in them the curves, that some run has a finite number for."""
-    names = {name: None for run in runs for row in run.rows for name, x in row.items() if finite(x) is not None}
+    names = {name: None for run in runs for name, x in run.rows.columns.items() if np.isfinite(x).any()}
     cut = (replace(c, series=_series(c, names)) for c in CHARTS)
     return tuple(chart for chart in cut if chart.series)
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from .. import __version__
 from ..console import amount, duration, percent, tag, unbroken
 from .charts import Chart, present
-from .labels import interval, plural, run_labels, spread, status_badge, swatch
-from .payload import embed, payload, sampled, stride
-from .runs import RunData, finite
+from .labels import Style, interval, plural, run_labels, spread, status_badge, styles, swatch
+from .metrics import finite
+from .payload import EVALS, embed, payload, sampled, stride
+from .runs import RunData
 from .scores import Experiment, averages, group_by_experiment, scores
 from .tables import results_section, settings_section
 
@@ -23,7 +24,11 @@ SCRIPTS = ("chart.js", "samples.js", "page.js")
 
 
 def write(runs: Sequence[RunData], output: str | Path) -> None:
-    Path(output).write_text(page(runs), encoding="utf-8")
+    """A link by the name of a run's own page is replaced, not followed: a stranger's may lead to any file."""
+    text, output = page(runs), Path(output)
+    if output.is_symlink() and output.name == "report.html":
+        output.unlink()
+    output.write_text(text, encoding="utf-8")
 
 
 def page(runs: Sequence[RunData]) -> str:
@@ -37,7 +42,7 @@ def page(runs: Sequence[RunData]) -> str:
     tasks = list(dict.fromkeys(task for run in runs for task in scores(run)))
     curves = [
         tag("div", class_="toolbar", id="toolbar", role="group", aria_label="Curves"),
-        accuracy_section(runs, any(run["evals"] for run in data["runs"])),
+        accuracy_section(runs, any(run["evals"] for run in data["runs"]), any(len(run.rows) > EVALS for run in runs)),
         results_section(experiments, tasks) if len(runs) > 1 else "",
         training_section(charts, stride(runs), len(runs) == 1),
     ]
@@ -99,7 +104,7 @@ def headline(runs: Sequence[RunData], tasks: Sequence[str]) -> str:
 def _header(runs: Sequence[RunData], experiments: Sequence[Experiment], tasks: Sequence[str], title: str) -> str:
     kicker = tag("p", f"rpg report · {date.today().isoformat()}", class_="kicker")
     lede = _about(runs[0]) if len(runs) == 1 else _ranking(experiments, tasks)
-    several = [_experiment_card(i, experiment, tasks) for i, experiment in enumerate(experiments)]
+    several = [_experiment_card(*both, tasks) for both in zip(styles(experiments), experiments, strict=True)]
     cards = _cards(runs[0]) if len(runs) == 1 else several
     labelled = zip(runs, run_labels(runs), strict=True)
     warned = [note for run, label in labelled for note in notes(run, label, len(runs) > 1)]
@@ -155,14 +160,16 @@ def _cards(run: RunData) -> list[str]:
             cards.append(_card("First", percent(s.first), before, f"{100 * (s.last - s.first):+.1f} points since"))
     planned = finite(run.fact("steps"))
     steps = f"{run.step} of {planned:.0f} steps" if planned else plural(run.step, "step")
+    if run.summary.get("stopped_by") == "minutes":
+        steps += f", ended by its {finite(run.config.get('minutes')) or 0:g} minutes"
     tokens = f"{amount(run.tokens)} tokens sampled" if run.tokens else ""
     speed = f"{amount(run.speed)} tokens/s" if run.speed else ""
     cards.append(_card(status_badge(run), duration(run.seconds), steps, ", ".join(t for t in (tokens, speed) if t)))
     return cards
 
 
-def _experiment_card(i: int, experiment: Experiment, tasks: Sequence[str]) -> str:
-    title = swatch(i) + escape(experiment.label)
+def _experiment_card(style: Style, experiment: Experiment, tasks: Sequence[str]) -> str:
+    title = swatch(style) + escape(experiment.label)
     for task in tasks:
         if both := averages(experiment, task):
             last, best = both
@@ -176,18 +183,19 @@ def _experiment_card(i: int, experiment: Experiment, tasks: Sequence[str]) -> st
 def notes(run: RunData, label: str, named: bool) -> list[str]:
     """What a reader must know before trusting the numbers."""
     texts = []
-    if run.status == "failed" or run.summary.get("message"):
+    planned = run.summary.get("stopped_by") == "minutes"  # its status says enough
+    if run.status == "failed" or (run.summary.get("message") and not planned):
         texts.append(f"{run.status} at step {run.step}" + (f": {m}" if (m := run.summary.get("message")) else ""))
     failures = run.summary.get("reward_failures")
     counted = {k: n for k, v in (failures.items() if isinstance(failures, dict) else ()) if (n := finite(v))}
     if counted:
         each = ", ".join(f"{n:.0f} {kind.replace('_', ' ')}" for kind, n in counted.items())
         texts.append(f"reward calls that failed: {each}")
-    skipped = sum(finite(row.get("skipped")) or 0 for row in run.rows)
+    skipped = run.rows.total("skipped")
     if skipped:
         texts.append(f"{plural(int(skipped), 'optimiser step')} skipped: the loss was not finite")
     texts += run.remarks
-    if not run.rows:
+    if not len(run.rows):
         texts.append("no step has been written yet")
     return [f"{label}: {text}" if named else text[:1].upper() + text[1:] for text in texts]
 
@@ -201,7 +209,7 @@ def figure(key: str, title: str, caption: str, kind: str = "small") -> str:
     return tag("figure", *inside, class_=f"chart {kind}", id=f"chart-{key}")
 
 
-def accuracy_section(runs: Sequence[RunData], evaluated: bool) -> str:
+def accuracy_section(runs: Sequence[RunData], evaluated: bool, thinned: bool) -> str:
     caption = (
         "Held-out accuracy, with the 95 % interval of each evaluation as a band"
         + (
@@ -210,8 +218,9 @@ def accuracy_section(runs: Sequence[RunData], evaluated: bool) -> str:
             else ". "
         )
         + "Thin: share of the training responses that were right, on the prompts trained on, which is no test. "
-        "Evaluations are never smoothed."
+        "Evaluations are never smoothed"
     )
+    caption += f"; of more than {EVALS:,}, the lowest and the highest of neighbours are drawn." if thinned else "."
     without = tag("noscript", tag("p", "The curves and the responses need JavaScript; the tables do not."))
     nothing = "" if evaluated else tag("p", "No evaluation has been written yet.")
     return tag(

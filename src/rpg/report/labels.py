@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 from ..console import tag
 from .runs import RunData
-from .scores import Average, Score
+from .scores import Average, Experiment, Score
 
 
 def plural(n: int, what: str) -> str:
@@ -38,6 +40,51 @@ def status_badge(run: RunData) -> str:
     return tag("span", escape(run.status), class_=f"status {kind}")
 
 
-def swatch(i: int) -> str:
-    """The colour of the i-th group."""
-    return f'<i class="swatch c{i % 10}"></i>'
+# ---- colours ---------------------------------------------------------------------------------------------------------
+
+# A method has its place for good, so that it looks the same on every page: new ones go to the end.
+ORDER = """
+    rpg-reinforce-urkl rpg-urkl grpo grpo-corrected dapo rpg-reinforce-ufkl gspo cispo dr-grpo ppo
+    rpg-ufkl rpg-rkl rpg-fkl rpg-reinforce-rkl rpg-reinforce-fkl reinforce reinforce++ rloo remax gpg
+    cpgd reinforce++-baseline pmd-mean pmd-partition atr-grpo capo topr sapo maxrl opo
+    otb warp distill dppo-tv dppo-kl gmpo luspo vespo clip-cov kl-cov
+    high-entropy skywork-or1 rpg-rkl-printed rpg-urkl-printed
+"""
+METHODS = ORDER.split()
+COLOURS = 10  # c0 … c9 in page.css
+DASHES = (None, "7 4", "2 3", "11 3 2 3", "16 3")  # of lines; dots have forms for them, d0 … d4 in page.css
+
+
+class Style(NamedTuple):
+    colour: int
+    form: int
+
+    @property
+    def swatch(self) -> str:
+        return f"c{self.colour} d{self.form}"
+
+    @property
+    def dash(self) -> str | None:
+        return DASHES[self.form]
+
+
+def styles(experiments: Sequence[Experiment]) -> list[Style]:
+    """A colour for each method, whatever else is on the page, and a dash for each of its variants. Where all are of one
+    method, the colours are the variants'."""
+    methods = [experiment.runs[0].algorithm for experiment in experiments]
+    places = list(range(len(methods))) if len(set(methods)) == 1 else list(map(_place, methods))
+    chosen: list[Style] = []
+    for place in places:
+        colour, form = place % COLOURS, place // COLOURS
+        forms = [Style(colour, (form + more) % len(DASHES)) for more in range(len(DASHES))]
+        chosen.append(next((style for style in forms if style not in chosen), forms[0]))
+    return chosen
+
+
+def _place(method: str) -> int:
+    """Of one that is not ours, by its name."""
+    return METHODS.index(method) if method in METHODS else zlib.crc32(method.encode("utf-8", "replace"))
+
+
+def swatch(style: Style) -> str:
+    return f'<i class="swatch {style.swatch}"></i>'

@@ -6,9 +6,7 @@ const AXES = { step: "steps", tokens: "tokens", time: "time" };
 const longest = Math.max(0, ...data.runs.map((run) => run.x.step.length));
 const state = { axis: "step", smooth: longest > 150 ? 0.9 : many && longest > 20 ? 0.6 : 0, hidden: new Set(), seeds: false, training: !many, at: null };
 const tasks = [...new Set(data.runs.flatMap((run) => Object.keys(run.evals)))];
-const DASHES = [null, "7 4", "2 3"];
 const colour = (k) => `c${k % 10}`;
-const dash = (k) => DASHES[Math.floor(k / 10) % DASHES.length];
 
 // ---- from columns to lines
 
@@ -63,17 +61,17 @@ function trainingLines(chart) {
     });
     return lines;
   }
-  data.groups.forEach((group, k) => {
+  data.groups.forEach((group) => {
     const curves = names.flatMap((name) => shown(group).map((run) => column(run, run, name, run.lowest[name], run.highest[name])));
-    lines.push(...joined(curves.filter((c) => c), { name: group.label, colour: colour(k), dash: dash(k) }, state.smooth));
+    lines.push(...joined(curves.filter((c) => c), { name: group.label, colour: group.swatch, dash: group.dash }, state.smooth));
   });
   return lines;
 }
 
 function accuracyLines(chart) {
   const lines = [];
-  data.groups.forEach((group, k) => {
-    const style = { name: many ? group.label : "held out", colour: colour(k), dash: dash(k) };
+  data.groups.forEach((group) => {
+    const style = many ? { name: group.label, colour: group.swatch, dash: group.dash } : { name: "held out", colour: "c0" };
     const curves = shown(group).map((run) => {
       const source = run.evals[chart.task];
       const own = source && source.columns;
@@ -85,7 +83,7 @@ function accuracyLines(chart) {
     if (state.training && chart.metric.startsWith("mean@")) {
       const trained = shown(group).map((run) => column(run, run, data.training)).filter((c) => c);
       const name = many ? `${group.label}, training` : "training";
-      lines.push(...joined(trained, { name, colour: many ? colour(k) : "c1", dash: many ? "2 3" : null, thin: true }, state.smooth)
+      lines.push(...joined(trained, { name, colour: many ? group.swatch : "c1", dash: many ? "2 3" : null, thin: true }, state.smooth)
         .map((l) => ({ ...l, low: null, high: null, quiet: many || l.quiet })));
     }
   });
@@ -234,9 +232,9 @@ const legends = make("div", { class: "legend", role: "group", "aria-label": "Run
 function legend() {
   if (!many) return;
   const focused = legends.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-  legends.replaceChildren(...data.groups.map((group, k) => {
+  legends.replaceChildren(...data.groups.map((group) => {
     const on = group.runs.some((r) => !state.hidden.has(r));
-    const name = button([make("i", { class: `swatch ${colour(k)}` }), group.label], on, () => toggle(group.runs), "chip");
+    const name = button([make("i", { class: `swatch ${group.swatch}` }), group.label], on, () => toggle(group.runs), "chip");
     name.setAttribute("aria-label", group.label);
     const seeds = group.runs.length > 1 ? group.runs.map((r) => {
       const one = button(data.runs[r].seed, !state.hidden.has(r), () => toggle([r]), "seed");
@@ -244,7 +242,7 @@ function legend() {
       one.title = data.runs[r].name;
       return one;
     }) : [];
-    return make("div", { class: `entry ${colour(k)}` }, name, ...seeds);
+    return make("div", { class: `entry ${group.swatch}` }, name, ...seeds);
   }));
   if (focused) for (const b of legends.querySelectorAll("button")) if (b.getAttribute("aria-label") === focused) b.focus();
 }

@@ -7,13 +7,21 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .charts import TRAINING_ACCURACY, Chart
-from .runs import Row, RunData, elapsed, finite
+from .labels import styles
+from .metrics import Column, Row, finite
+from .responses import group_of
+from .runs import RunData
 from .scores import Experiment
 
 POINTS, FEWEST = 1000, 300  # of a curve; beyond, neighbouring steps are averaged. Many runs have fewer each
+EVALS = 2000  # of a run on a page; of more, the highest and lowest of neighbours
 SAMPLES = 600  # responses on a page
 TEXT = 4000  # characters of a prompt or response; the middle of a longer one is left out
+NONE = np.arange(0)
 EVAL = re.compile(r"eval/(?P<task>.+)/(?P<metric>(mean@\d+)(_low|_high)?|pass@\d+|level\d+)")
 
 
@@ -39,73 +47,77 @@ def stride(runs: Sequence[RunData]) -> int:
 
 
 def curves(run: RunData, charts: Sequence[Chart], width: int, ranges: bool) -> Row:
-    """Columns over training steps, with the range of each mean if asked for, and the evaluations, never thinned."""
-    names = [name for c in charts for name in (c.whole, *c.series) if name] + [TRAINING_ACCURACY]
-    tokens, seconds, axes = 0.0, 0.0, []
-    for row in run.rows:
-        total = finite(row.get("tokens_total"))
-        tokens = tokens + (finite(row.get("tokens")) or 0.0) if total is None else total
-        seconds += elapsed(row)
-        axes.append((row["step"], tokens, seconds))
-    bins: dict[int, list[int]] = {}
-    for i, row in enumerate(run.rows):
-        if any(name in row for name in names):
-            bins.setdefault(row["step"] if width == 1 else (row["step"] - 1) // width, []).append(i)
-    x = {
-        axis: [short(axes[rows[-1]][k], 9) for rows in bins.values()]
-        for k, axis in enumerate(("step", "tokens", "time"))
-    }
+    """Columns over training steps, with the range of each mean if asked for, and the evaluations, never averaged."""
+    rows = run.rows
+    names = dict.fromkeys([*(name for c in charts for name in (c.whole, *c.series) if name), TRAINING_ACCURACY])
+    written = {name: rows.columns[name] for name in names if name in rows.columns}
+    trained = np.flatnonzero(np.any([~np.isnan(column) for column in written.values()], axis=0)) if written else NONE
+    bins = rows.steps[trained] if width == 1 else (rows.steps[trained] - 1) // width
+    starts = np.flatnonzero(np.diff(bins, prepend=bins[:1] - 1))  # of each bin
+    last = trained[np.append(starts[1:], len(trained)) - 1] if len(trained) else trained
+    x = {axis: _short(values[last], 9) for axis, values in rows.axes.items()}
     columns: dict[str, list[Any]] = {}
     lowest: dict[str, list[Any]] = {}
     highest: dict[str, list[Any]] = {}
     lost: dict[str, int] = {}
-    for name in names:
-        values = [finite(row.get(name)) for row in run.rows]
-        binned = [[v for i in rows if (v := values[i]) is not None] for rows in bins.values()]
-        if any(binned):
-            columns[name] = [short(sum(b) / len(b)) if b else None for b in binned]
+    for name, column in written.items():
+        values = column[trained]
+        there = np.isfinite(values)
+        if there.any():
+            counts = np.add.reduceat(there, starts, dtype=np.int64)
+            with np.errstate(invalid="ignore", over="ignore"):
+                columns[name] = _short(np.add.reduceat(np.where(there, values, 0.0), starts) / counts)
             if width > 1 and ranges:
-                lowest[name] = [short(min(b), 3) if b else None for b in binned]
-                highest[name] = [short(max(b), 3) if b else None for b in binned]
-        bad = sum(v is None and name in row for v, row in zip(values, run.rows, strict=True))
-        if bad:
+                lowest[name] = _short(np.minimum.reduceat(np.where(there, values, np.inf), starts), 3)
+                highest[name] = _short(np.maximum.reduceat(np.where(there, values, -np.inf), starts), 3)
+        if bad := int(np.isinf(column).sum()):
             lost[name] = bad
-    return {"x": x, "columns": columns, "lowest": lowest, "highest": highest, "lost": lost, "evals": _evals(run, axes)}
+    return {"x": x, "columns": columns, "lowest": lowest, "highest": highest, "lost": lost, "evals": _evals(run)}
 
 
-def _evals(run: RunData, axes: Sequence[tuple[float, ...]]) -> dict[str, Row]:
+def _short(values: Column, digits: int = 5) -> list[float | int | None]:
+    return [short(finite(value), digits) for value in values.tolist()]
+
+
+def _evals(run: RunData) -> dict[str, Row]:
     """By task: {"x": {"step": […], …}, "columns": {"mean@8": […], "mean@8_low": […], …}}"""
-    places: dict[str, dict[int, Row]] = {}
-    for i, row in enumerate(run.rows):
-        for name, value in row.items():
-            if name.startswith("eval/") and (match := EVAL.fullmatch(name)):
-                places.setdefault(match["task"], {}).setdefault(i, {})[match["metric"]] = short(finite(value))
-    return {
-        task: {
-            "x": {axis: [short(axes[i][k], 9) for i in at] for k, axis in enumerate(("step", "tokens", "time"))},
-            "columns": {
-                name: [values.get(name) for values in at.values()]
-                for name in dict.fromkeys(n for f in at.values() for n in f)
-            },
+    rows = run.rows
+    tasks: dict[str, dict[str, Column]] = {}
+    for name, column in rows.columns.items():
+        if match := EVAL.fullmatch(name):
+            tasks.setdefault(match["task"], {})[match["metric"]] = column
+    made = {}
+    for task, columns in tasks.items():
+        places = np.flatnonzero(np.any([~np.isnan(column) for column in columns.values()], axis=0))
+        places = places[extremes(next(iter(columns.values()))[places], EVALS)]
+        made[task] = {
+            "x": {axis: _short(values[places], 9) for axis, values in rows.axes.items()},
+            "columns": {metric: _short(column[places]) for metric, column in columns.items()},
         }
-        for task, at in places.items()
-    }
+    return made
+
+
+def extremes(values: Column, most: int) -> NDArray[np.int64]:
+    """Which of these to draw, where they are more than so many: of neighbours the lowest and the highest; the ends."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    width = -(-len(values) // (most // 2 - 1))
+    kept = {0, len(values) - 1}
+    for start in range(0, len(values), width):
+        part = values[start : start + width]
+        part = np.where(np.isfinite(part), part, np.nan)
+        if not np.isnan(part).all():
+            kept |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+    return np.array(sorted(kept))
 
 
 # ---- sampled responses -----------------------------------------------------------------------------------------------
 
 
 def gather(run: RunData) -> list[list[Row]]:
-    """Responses to one prompt at one step belong together."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for sample in run.samples:
-        key = (
-            int(sample["step"]),
-            str(sample.get("split", "train")),
-            str(sample.get("group", 0)),
-            _text(sample, "prompt"),
-        )
-        groups.setdefault(key, []).append(sample)
+        groups.setdefault(group_of(sample), []).append(sample)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
 
 
@@ -144,7 +156,8 @@ def sampled(runs: Sequence[RunData]) -> tuple[list[Row], int, int]:
     """Groups to show, how many responses these are, and how many there were."""
     share = SAMPLES // max(1, sum(bool(run.samples) for run in runs))
     shown = [described(group, index) for index, run in enumerate(runs) for group in evenly(gather(run), share)]
-    return shown, sum(len(group["responses"]) for group in shown), sum(len(run.samples) for run in runs)
+    logged = sum(max(run.responses, len(run.samples)) for run in runs)
+    return shown, sum(len(group["responses"]) for group in shown), logged
 
 
 def _text(sample: Row, name: str) -> str:
@@ -174,7 +187,10 @@ def payload(
             {"name": label, "seed": str(run.fact("seed", "–")), **curves(run, charts, width, len(runs) == 1)}
             for run, label in zip(runs, labels, strict=True)
         ],
-        "groups": [{"label": e.label, "runs": [place[id(run)] for run in e.runs]} for e in experiments],
+        "groups": [
+            {"label": e.label, "runs": [place[id(run)] for run in e.runs], "swatch": style.swatch, "dash": style.dash}
+            for e, style in zip(experiments, styles(experiments), strict=True)
+        ],
         "charts": [
             {name: getattr(c, name) for name in ("key", "title", "series", "unit", "stacked", "whole", "quiet")}
             for c in charts

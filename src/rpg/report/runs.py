@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..run.folder import read_rows, read_text
+import numpy as np
 
-Row = dict[str, Any]
+from ..run.folder import read_rows, read_text
+from ..yaml_text import load_yaml
+from .metrics import Metrics, Row, finite
+from .responses import read_responses
+
 FILES = ("metrics.jsonl", "summary.json")  # either makes a folder a run
 
 
@@ -23,16 +25,13 @@ class RunData:
     folder: Path
     config: Row = field(default_factory=dict)
     summary: Row = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    """metrics, one row a step, in order; a step that was written twice has its later values"""
+    rows: Metrics = field(default_factory=Metrics)
     samples: list[Row] = field(default_factory=list)
+    """responses; of a long run some groups, evenly from first to last"""
+    responses: int = 0
+    """that were logged"""
     remarks: tuple[str, ...] = ()
     """what could not be read"""
-
-    @cached_property
-    def evaluations(self) -> list[Row]:
-        """Rows of steps at which an evaluation ran."""
-        return [row for row in self.rows if any(name.startswith("eval/") for name in row)]
 
     def fact(self, name: str, default: Any = None) -> Any:
         """From the summary, or else the config."""
@@ -55,41 +54,24 @@ class RunData:
     @property
     def step(self) -> int:
         """The last one reached."""
-        return int(self.rows[-1]["step"] if self.rows else finite(self.summary.get("step")) or 0)
+        return int(self.rows.steps[-1] if len(self.rows) else finite(self.summary.get("step")) or 0)
 
     @property
     def seconds(self) -> float | None:
         """The summary of a run that goes on, or was killed, may be older than its rows."""
-        return max(finite(self.summary.get("seconds")) or 0.0, sum(elapsed(row) for row in self.rows)) or None
+        return max(finite(self.summary.get("seconds")) or 0.0, float(self.rows.seconds.sum())) or None
 
     @property
     def tokens(self) -> float | None:
-        totals = (finite(row.get("tokens_total")) or 0.0 for row in (self.summary, *self.rows))
-        return max(totals) or None
+        totals = self.rows.column("tokens_total")
+        return float(np.nanmax(totals, initial=finite(self.summary.get("tokens_total")) or 0.0)) or None
 
     @property
     def speed(self) -> float | None:
         """Tokens a second: the median over steps."""
-        speeds = sorted(x for row in self.rows if (x := finite(row.get("speed/tokens_per_s"))) is not None)
-        return speeds[len(speeds) // 2] if speeds else None
-
-
-def finite(value: Any) -> float | None:
-    """A number, or None for anything else: text, NaN, infinity."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def elapsed(row: Row) -> float:
-    """Seconds that a step took."""
-    whole = finite(row.get("time/step"))
-    total = sum(finite(value) or 0.0 for name, value in row.items() if name.startswith("time/"))
-    return total if whole is None else whole
+        speeds = self.rows.column("speed/tokens_per_s")
+        speeds = np.sort(speeds[~np.isnan(speeds)])
+        return float(speeds[len(speeds) // 2]) if len(speeds) else None
 
 
 def is_run(folder: Path) -> bool:
@@ -114,23 +96,30 @@ def read_run(folder: str | Path) -> RunData:
     if not is_run(folder):
         raise ValueError(f"{folder} is not a run: it has no metrics.jsonl or summary.json")
     remarks: list[str] = []
-    steps: dict[int, Row] = {}
-    for row in read_rows(folder / "metrics.jsonl", remarks):
-        step = finite(row.get("step"))
-        if step is None:
-            remarks.append("a row of metrics.jsonl without a step was left out")
-        else:
-            steps[int(step)] = {**steps.get(int(step), {}), **row, "step": int(step)}
+    rows = Metrics(read_rows(folder / "metrics.jsonl", remarks))
+    if rows.left_out:
+        remarks.insert(0, "a row of metrics.jsonl without a step was left out")
     summary = _document(folder / "summary.json", json.loads, remarks)
+    samples, responses = read_responses(folder / "samples.jsonl", remarks)
     return RunData(
         name=str(summary.get("name") or folder.resolve().name),
         folder=folder,
         config=_document(folder / "config.yaml", _yaml, remarks),
         summary=summary,
-        rows=[steps[step] for step in sorted(steps)],
-        samples=[row for row in read_rows(folder / "samples.jsonl", remarks) if finite(row.get("step")) is not None],
+        rows=rows,
+        samples=samples,
+        responses=responses,
         remarks=tuple(dict.fromkeys(remarks)),
     )
+
+
+def all_rows(folder: Path) -> list[Row]:
+    """Every row of metrics.jsonl as it was written, one a step, in order."""
+    steps: dict[int, Row] = {}
+    for row in read_rows(folder / "metrics.jsonl", []):
+        if (step := finite(row.get("step"))) is not None:
+            steps[int(step)] = {**steps.get(int(step), {}), **row, "step": int(step)}
+    return [steps[step] for step in sorted(steps)]
 
 
 def _document(path: Path, parse: Any, remarks: list[str]) -> Row:
@@ -147,6 +136,6 @@ def _yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error

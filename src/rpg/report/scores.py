@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from .runs import Row, RunData, finite
+import numpy as np
+
+from .metrics import Metrics, Row, finite
+from .runs import RunData
 
 METRIC = re.compile(r"eval/(?P<task>.+)/(?P<metric>mean@\d+)")
 SAME_ANYWAY = re.compile(
@@ -34,13 +37,12 @@ class Score:
 
 def scores(run: RunData) -> dict[str, Score]:
     """By task. From the rows, the evaluation before training included; from the summary where rows have none."""
-    points: dict[str, list[tuple[int, str, float, Row]]] = {}
-    for row in run.evaluations:
-        for name, value in row.items():
-            match, number = METRIC.fullmatch(name), finite(value)
-            if match and number is not None:
-                points.setdefault(match["task"], []).append((row["step"], match["metric"], number, row))
-    by_task = {task: _score(task, seen) for task, seen in points.items()}
+    latest: dict[str, tuple[int, str]] = {}  # by task: the last place that has a score, and which: one k, the latest
+    for name in run.rows.columns:
+        if (match := METRIC.fullmatch(name)) and len(places := np.flatnonzero(~np.isnan(run.rows.column(name)))):
+            found = (int(places[-1]), match["metric"])
+            latest[match["task"]] = max(latest.get(match["task"], found), found, key=lambda pair: pair[0])
+    by_task = {task: _score(run.rows, task, metric) for task, (_, metric) in latest.items()}
     summary = run.summary.get("eval")
     for task, values in summary.items() if isinstance(summary, dict) else ():
         if task not in by_task and isinstance(values, dict) and finite(values.get("last")) is not None:
@@ -48,13 +50,13 @@ def scores(run: RunData) -> dict[str, Score]:
     return by_task
 
 
-def _score(task: str, seen: list[tuple[int, str, float, Row]]) -> Score:
-    metric = seen[-1][1]
-    points = [(step, value, row) for step, name, value, row in seen if name == metric]  # one k, the latest
-    (first_step, first, _), (last_step, last, row) = points[0], points[-1]
-    best_step, best, _ = max(points, key=lambda point: point[1])  # the earliest, if several
-    low, high = (finite(row.get(f"eval/{task}/{metric}_{end}")) for end in ("low", "high"))
-    return Score(metric, first, last, best, first_step, last_step, best_step, low, high)
+def _score(rows: Metrics, task: str, metric: str) -> Score:
+    values = rows.column(f"eval/{task}/{metric}")
+    places = np.flatnonzero(~np.isnan(values))
+    first, last, best = int(places[0]), int(places[-1]), int(np.nanargmax(values))  # the earliest, if several
+    low, high = (finite(float(rows.column(f"eval/{task}/{metric}_{end}")[last])) for end in ("low", "high"))
+    steps = int(rows.steps[first]), int(rows.steps[last]), int(rows.steps[best])
+    return Score(metric, float(values[first]), float(values[last]), float(values[best]), *steps, low, high)
 
 
 def _of_summary(run: RunData, values: dict[str, Any]) -> Score:

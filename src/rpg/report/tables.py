@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..console import amount, duration, percent, tag, unbroken
-from .labels import interval, run_labels, spread, status_badge, swatch
+from .labels import interval, run_labels, spread, status_badge, styles, swatch
 from .runs import RunData
 from .scores import Experiment, Score, averages, differences, scores, settings
 
@@ -34,6 +34,7 @@ def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
     names = "".join(tag("th", text, scope="col") for _ in tasks for text in ("Last", "Best"))
     head = tag("thead", tag("tr", tag("td"), tag("td"), *over), tag("tr", *_heads("algorithm", "seeds"), names))
     rows, unfinished = [], False
+    coloured = styles(experiments)
     for i, experiment in enumerate(experiments):
         cells = []
         early = any(run.status not in ("finished", "unknown") for run in experiment.runs)
@@ -47,7 +48,7 @@ def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
                 text = tag("data", escape(spread(both[k])), value=repr(both[k].mean))
                 mark = marks[task, k].get(_rounded(both[k].mean))
                 cells.append(tag("td", text if mark is None else tag(mark, text), class_="number"))
-        name = swatch(i) + escape(experiment.label) + (" †" if early else "")
+        name = swatch(coloured[i]) + escape(experiment.label) + (" †" if early else "")
         seeds = tag("td", str(len(experiment.runs)), class_="number")
         rows.append(tag("tr", tag("th", name, scope="row"), seeds, *cells))
     caption = (

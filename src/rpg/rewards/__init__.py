@@ -2,6 +2,6 @@
 
 A reward function is called in one place, ``Caller`` (calling.py): in this process if it is trusted, else in a worker.
 On the way there: ``Scorer.score`` (scoring.py) hands calls to ``WorkerProcess.send`` (worker_process.py), and in the
-fresh interpreter at the other end ``work`` (worker.py) makes them. Nothing is imported here: a worker starts with as
-little as it can.
+fresh interpreter at the other end ``work`` (worker.py) makes them, beside a guard that kills what is left (guard.py).
+Nothing is imported here: a worker starts with as little as it can.
 """

@@ -15,7 +15,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any
 
 from .calling import Caller
-from .messages import MOST_ASYNC, NO_CALL, Inbox, Item, Kind, Message, Running, late, reply
+from .messages import MOST_ASYNC, NO_CALL, Channel, Item, Kind, Message, Running, late, only_in
 
 CALL: ContextVar[int] = ContextVar("CALL", default=NO_CALL)  # number of the call that a task or a thread belongs to
 
@@ -23,8 +23,8 @@ CALL: ContextVar[int] = ContextVar("CALL", default=NO_CALL)  # number of the cal
 class AsyncCalls:
     """The event loop of async functions. It runs while there are calls, so that plain functions may use their own."""
 
-    def __init__(self, inbox: Inbox, callers: list[Caller], running: Running, timeout: float) -> None:
-        self._inbox, self._callers, self._running, self._timeout = inbox, callers, running, timeout
+    def __init__(self, channel: Channel, callers: list[Caller], running: Running, timeout: float) -> None:
+        self._channel, self._callers, self._running, self._timeout = channel, callers, running, timeout
         self._calls: set[Any] = set()
         self._leaving = False
         self._runner, self._threads = asyncio.Runner(), Threads(MOST_ASYNC, timeout)
@@ -38,25 +38,25 @@ class AsyncCalls:
 
     async def _until_answered(self, message: Message) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._inbox.fd, self._read)
+        loop.add_reader(self._channel.fd, self._read)
         try:
             self._start(message)
             self._start_all()
             while self._calls:
                 await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            loop.remove_reader(self._inbox.fd)
+            loop.remove_reader(self._channel.fd)
 
     def _read(self) -> None:
         try:
-            self._inbox.read()
+            self._channel.read()
         except (EOFError, OSError):  # the parent is gone
             os._exit(0)
         self._start_all()
 
     def _start_all(self) -> None:
-        while self._inbox.whole and self._callers[self._inbox.whole[0][1]].is_async:
-            self._start(self._inbox.whole.popleft())
+        while self._channel.whole and self._callers[self._channel.whole[0][1]].is_async:
+            self._start(self._channel.whole.popleft())
 
     def _start(self, message: Message) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(*message))
@@ -71,11 +71,11 @@ class AsyncCalls:
         if not call.done():
             call.cancel()  # whatever it makes of that, nobody waits for it
             self._leave_if(self._threads.held_by(number))
-            reply(self._inbox.fd, number, (Kind.TIMED_OUT, 0.0, late(self._timeout)))
+            self._channel.answer(number, (Kind.TIMED_OUT, 0.0, late(self._timeout)))
             return
         outcome = call.result()
         self._leave_if(self._threads.half_stuck())
-        reply(self._inbox.fd, number, outcome)
+        self._channel.answer(number, outcome)
         if outcome[0] == Kind.OUT_OF_MEMORY:
             os._exit(0)
 
@@ -83,7 +83,7 @@ class AsyncCalls:
         """Before the reply, which would bring in the next call."""
         if stuck and not self._leaving:
             self._leaving = True
-            reply(self._inbox.fd, NO_CALL, (Kind.LEAVING, 0.0, ""))
+            self._channel.answer(NO_CALL, (Kind.LEAVING, 0.0, ""))
 
     def _make_task(self, loop: Any, coroutine: Any, **options: Any) -> Any:
         """A task that belongs to a call, itself or through the task that made it, notes its steps."""
@@ -125,7 +125,7 @@ class Threads(ThreadPoolExecutor):
         self._jobs: dict[Future[Any], tuple[int, float]] = {}  # number of the call, when it began
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        job = super().submit(fn, *args, **kwargs)
+        job = super().submit(_call, os.getpid(), fn, *args, **kwargs)
         self._jobs[job] = CALL.get(), time.monotonic()
         job.add_done_callback(lambda done: self._jobs.pop(done, None))
         return job
@@ -138,3 +138,10 @@ class Threads(ThreadPoolExecutor):
         """Half of them are at work for longer than a call may take: for calls that did not wait for them."""
         long_ago = time.monotonic() - self._timeout
         return sum(begun < long_ago and job.running() for job, (_, begun) in list(self._jobs.items())) >= self._most / 2
+
+
+def _call(owner: int, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        only_in(owner)

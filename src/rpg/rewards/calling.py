@@ -6,17 +6,30 @@ import inspect
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..console import describe
+from .importing import load_function
 from .messages import Item, Kind, Outcome
+from .signature import check_signature
+
+
+def load_caller(function: Callable[..., Any] | str, catch: type[BaseException]) -> Caller:
+    """Of a function or the name of one. What cannot be had, or cannot be called, is a ValueError of one line."""
+    if isinstance(function, str):
+        spec, function = function, load_function(function)
+        check_signature(function, spec)
+    else:
+        check_signature(function)
+    return Caller(function, catch)
 
 
 class Caller:
     """One call, and what came of it. Errors outside ``catch`` pass: Ctrl-C, where this is the user's own process."""
 
     def __init__(self, function: Callable[..., Any], catch: type[BaseException]) -> None:
-        self._function, self._catch = function, catch
+        self._function, self._catch, self._file = function, catch, _file(function)
         self._runner: Any = None
         call = getattr(type(function), "__call__", None)  # noqa: B004
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
@@ -39,7 +52,7 @@ class Caller:
 
     def _failed(self, error: BaseException) -> Outcome:
         kind = Kind.OUT_OF_MEMORY if isinstance(error, MemoryError) else Kind.RAISED
-        return kind, 0.0, describe(error) + _place(error)
+        return kind, 0.0, describe(error) + _place(error, self._file)
 
     def _judge(self, result: Any) -> Outcome:
         value = _number(result)
@@ -73,11 +86,21 @@ def _number(result: Any) -> float | None:
         return None
 
 
-def _place(error: BaseException) -> str:
-    """(reward.py:12), the line that raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+def _file(function: Any) -> str:
+    """Where the function is written."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return "" if code is None else str(code.co_filename)
+
+
+def _place(error: BaseException, file: str) -> str:
+    """(reward.py:12), the last line of the function's own file on the way to the error; else the line that raised."""
+    trace, place = error.__traceback__, ("", 0)
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != __file__ and (name == file or place[0] != file):
+            place = name, trace.tb_lineno
         trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_code.co_filename == __file__:
-        return ""
-    return f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
+    return f" ({os.path.basename(place[0])}:{place[1]})" if place[0] else ""

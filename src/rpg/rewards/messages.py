@@ -40,19 +40,17 @@ def late(timeout: float) -> str:
     return f"no answer after {timeout:g} s"
 
 
-def reply(fd: int, number: int, outcome: Outcome) -> None:
-    kind, value, message = outcome
-    text = message.encode("utf-8", "replace")[:MESSAGE_BYTES]
-    data = REPLY.pack(number, kind, value, len(text)) + text
-    while data:
-        data = data[os.write(fd, data) :]
+def only_in(owner: int) -> None:
+    """A fork of the worker that comes back from the user's code ends here: the worker alone answers."""
+    if os.getpid() != owner:
+        os._exit(0)
 
 
-class Inbox:
-    """Messages as they come in."""
+class Channel:
+    """The worker's end: calls as they come in, and answers to them."""
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd, self._owner = fd, os.getpid()
         self.whole: deque[Any] = deque()
         self._data = bytearray()
 
@@ -63,6 +61,7 @@ class Inbox:
 
     def read(self) -> None:
         """What there is; waits if there is nothing."""
+        only_in(self._owner)
         data = os.read(self.fd, 2**16)
         if not data:
             raise EOFError
@@ -70,6 +69,14 @@ class Inbox:
         while len(self._data) >= LENGTH.size and len(self._data) >= (end := self._end()):
             self.whole.append(pickle.loads(self._data[LENGTH.size : end]))
             del self._data[:end]
+
+    def answer(self, number: int, outcome: Outcome) -> None:
+        only_in(self._owner)
+        kind, value, message = outcome
+        text = message.encode("utf-8", "replace")[:MESSAGE_BYTES]
+        data = REPLY.pack(number, kind, value, len(text)) + text
+        while data:
+            data = data[os.write(self.fd, data) :]
 
     def _end(self) -> int:
         return LENGTH.size + int(LENGTH.unpack_from(self._data)[0])
@@ -79,13 +86,14 @@ class Running:
     """Shared by both processes: how many steps have begun here, and of which call the present one is."""
 
     def __init__(self, fd: int) -> None:
-        self._memory, self._steps = mmap.mmap(fd, RUNNING.size), 0
+        self._memory, self._steps, self._owner = mmap.mmap(fd, RUNNING.size), 0, os.getpid()
 
     def begin(self, number: int) -> None:
         self._steps += 1
         RUNNING.pack_into(self._memory, 0, self._steps, number)
 
     def end(self) -> None:
+        only_in(self._owner)
         RUNNING.pack_into(self._memory, 0, self._steps, NO_CALL)
 
     def read(self) -> tuple[int, int]:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from . import worker as worker_module
-from .calling import Caller
-from .importing import load_function
+from .calling import load_caller
 from .messages import NO_CALL, Item, Kind, Outcome, late
+from .signature import function_name
 from .worker_process import WorkerProcess, pack_setup
 
 RAISED, TIMED_OUT, NOT_FINITE = "raised", "timed_out", "not_finite"  # keys of Scores.failures
@@ -52,12 +52,26 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Calls:
+    """Of one function: how many were made, how many failed, and why the first of these did."""
+
+    function: str
+    made: int
+    failed: int
+    cause: str
+
+    def __add__(self, other: Calls) -> Calls:
+        return Calls(self.function, self.made + other.made, self.failed + other.failed, self.cause or other.cause)
+
+
+@dataclass(frozen=True)
 class Scores:
     values: list[float]  # sums of weight × part
     failures: dict[str, int]  # calls: raised, timed_out, not_finite
     messages: list[str]  # the first few kinds of failure, one line each
     solved: list[bool]
     parts: dict[str, list[float]] = field(default_factory=dict)  # by name, without their weights
+    calls: dict[str, Calls] = field(default_factory=dict)  # by name; of a reward without parts the name is empty
 
 
 class Scorer:
@@ -90,11 +104,7 @@ class Scorer:
         self.timeout, self.on_error = timeout, on_error
         several = isinstance(reward, Sequence) and not isinstance(reward, str)
         self.parts: tuple[Part, ...] = tuple(reward) if several else (Part("", reward, trusted=trusted),)  # type: ignore
-        self._trusted = {
-            p: Caller(load_function(part.function) if isinstance(part.function, str) else part.function, Exception)
-            for p, part in enumerate(self.parts)
-            if part.trusted
-        }
+        self._trusted = {p: load_caller(part.function, Exception) for p, part in enumerate(self.parts) if part.trusted}
         self._untrusted = [p for p in range(len(self.parts)) if p not in self._trusted]
         self._setup = pack_setup([self.parts[p].function for p in self._untrusted], memory_gb, timeout)
         self._count = workers
@@ -162,6 +172,7 @@ class Scorer:
                 value > SOLVED and not any(failed[p][i] for p in decides or failed) for i, value in enumerate(deciding)
             ],
             parts={part.name: parts[p] for p, part in enumerate(self.parts) if part.name},
+            calls={part.name: _count(part, outcomes[p]) for p, part in enumerate(self.parts)},
         )
 
     # ---- the pool
@@ -250,6 +261,8 @@ class Scorer:
             worker.leaving = True
             return True
         if number != NO_CALL:
+            if number not in worker.pending:  # nobody asked
+                return True
             outcomes[number] = outcome
             worker.answered(number)
         if kind == Kind.OUT_OF_MEMORY or number == NO_CALL:
@@ -272,6 +285,11 @@ class Scorer:
             self._drop(worker)
             return False
         return True
+
+
+def _count(part: Part, outcomes: Sequence[Outcome]) -> Calls:
+    causes = [message for kind, _, message in outcomes if kind != Kind.OK]
+    return Calls(function_name(part.function), len(outcomes), len(causes), causes[0] if causes else "")
 
 
 def _end(workers: list[WorkerProcess], selector: selectors.BaseSelector, owner: int) -> None:

@@ -19,51 +19,58 @@ from collections.abc import Callable
 from typing import Any
 
 from ..console import describe
-from .calling import Caller
-from .importing import ImportFailed, load_function, load_module
-from .messages import NO_CALL, Inbox, Kind, Running, reply
+from .calling import load_caller
+from .guard import fork_guarded
+from .importing import ImportFailed, load_module
+from .messages import NO_CALL, Channel, Kind, Running
+from .signature import WrongSignature
 
 inside_worker = False
 preloads: list[Callable[[], None]] = []  # slow imports of our own rewards: made before the first answer is timed
 
 
-def work(requests: int, lifeline: int, shared: int, parent: int) -> None:
+def work(requests: int, lifeline: int, shared: int, trainer: int) -> None:
     """Answer calls until the other end is closed."""
     global inside_worker
     inside_worker = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for fd in (requests, lifeline, shared):
         os.set_inheritable(fd, False)
-    _die_with(lifeline, parent)
+    guarded = fork_guarded(lifeline, trainer, (requests, shared))
+    running, channel = Running(shared), Channel(requests)
+    if guarded:
+        running.begin(NO_CALL)
+    else:
+        _die_with(lifeline, trainer)
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    inbox = Inbox(requests)
     try:
-        pickled, files, memory_gb, timeout = inbox.next()
+        pickled, files, memory_gb, timeout = channel.next()
         try:
             functions = _Unpickler(pickled, files).load()
-            callers = [Caller(load_function(f) if isinstance(f, str) else f, BaseException) for f in functions]
+            callers = [load_caller(f, BaseException) for f in functions]
         except BaseException as error:
-            text = str(error) if isinstance(error, ImportFailed) else f"cannot load the reward: {describe(error)}"
-            return reply(requests, NO_CALL, (Kind.CANNOT_LOAD, 0.0, text))
+            said = isinstance(error, ImportFailed | WrongSignature)
+            text = str(error) if said else f"cannot load the reward: {describe(error)}"
+            return channel.answer(NO_CALL, (Kind.CANNOT_LOAD, 0.0, text))
         if any(getattr(f, "__module__", "").startswith("rpg.") for f in functions):
             for preload in preloads:
                 preload()
         _limit(memory_gb)
-        running, async_calls = Running(shared), None
-        reply(requests, NO_CALL, (Kind.READY, 0.0, "".join(str(int(caller.is_async)) for caller in callers)))
+        async_calls = None
+        channel.answer(NO_CALL, (Kind.READY, 0.0, "".join(str(int(caller.is_async)) for caller in callers)))
         while True:
-            number, function, item = inbox.next()
+            number, function, item = channel.next()
             if callers[function].is_async:
                 if async_calls is None:
                     from .async_calls import AsyncCalls
 
-                    async_calls = AsyncCalls(inbox, callers, running, timeout)
+                    async_calls = AsyncCalls(channel, callers, running, timeout)
                 async_calls.run((number, function, item))
             else:
-                reply(requests, number, outcome := callers[function](item))
+                channel.answer(number, outcome := callers[function](item))
                 if outcome[0] == Kind.OUT_OF_MEMORY:
                     return None
-    except (EOFError, OSError):  # the parent is gone, or has given up on this worker
+    except (EOFError, OSError):  # the trainer is gone, or has given up on this worker
         return None
 
 
@@ -83,23 +90,17 @@ class _Unpickler(pickle.Unpickler):
         return value
 
 
-def _die_with(lifeline: int, parent: int) -> None:
-    """Kill this process group as soon as the parent is gone, however it went."""
+def _die_with(lifeline: int, trainer: int) -> None:
+    """Without a guard: kill this process group when the trainer is gone, however it went."""
 
     def watch() -> None:
         import select
 
-        while os.getppid() == parent and not select.select([lifeline], [], [], 1.0)[0]:
+        while os.getppid() == trainer and not select.select([lifeline], [], [], 1.0)[0]:
             pass
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-    with contextlib.suppress(ImportError, AttributeError):  # Linux: even while a call in C holds the interpreter
-        import fcntl
-
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _limit(memory_gb: float) -> None:

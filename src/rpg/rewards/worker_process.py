@@ -1,8 +1,9 @@
 """This side of a worker process: starting it, sending calls, receiving outcomes, its deadline and its end.
 
 A worker (worker.py) is a fresh interpreter, started by name rather than through ``multiprocessing``, which would import
-the user's main script, and with it torch, into each one. It leads a process group of its own: a Ctrl-C at the terminal
-does not reach it, and it is killed together with whatever the reward function started.
+the user's main script, and with it torch, into each one. It leads a process group of its own, which a Ctrl-C at the
+terminal does not reach, and is killed together with whatever the reward function started: by its guard (guard.py),
+where there is one.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..console import describe
+from .guard import KILL_SECONDS
 from .importing import FILES, split_spec
 from .messages import LENGTH, MOST_ASYNC, NO_CALL, REPLY, RUNNING, Kind, Message, Outcome, Running
 
 START_SECONDS = 120.0  # for a worker to import the reward function
 GRACE = 1.0  # seconds for a worker to say itself that an async function has passed its deadline
 PROGRAM = (
-    "import sys; (*fds, parent), sys.path = map(int, sys.argv[1:5]), sys.argv[5:];"
-    "from rpg.rewards.worker import work; work(*fds, parent)"
+    "import sys; (*fds, trainer), sys.path = map(int, sys.argv[1:5]), sys.argv[5:];"
+    "from rpg.rewards.worker import work; work(*fds, trainer)"
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -144,13 +146,23 @@ class WorkerProcess:
 
     def end(self) -> str:
         """Kill it and all that it started; say how it had ended if it had."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
+        code = self._guards_word() if self._running.read()[0] else None
+        if code is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
+                os.killpg(self._process.pid, signal.SIGKILL)
+            code = self._process.wait()
         self.socket.close()
         self._running.close()
         os.close(self._lifeline)
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+    def _guards_word(self) -> int | None:
+        """Its guard kills what this process could not find. There is one since the first step was counted."""
+        with contextlib.suppress(OSError):  # it is about to end by itself
+            os.write(self._lifeline, b"!")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(2 * KILL_SECONDS)
+        return None
 
 
 def pack_setup(functions: Sequence[Any], memory_gb: float, timeout: float) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -168,6 +168,18 @@ class EagerBatch:
                 self._step()
                 if progress is not None:
                     progress(self.done)
+
+    def stream(self) -> Iterator[int]:
+        """The tokens of a single request, each as it is drawn."""
+        shown = 0
+        with attending(self.model, self.cache):
+            while self.done < 1:
+                self._refill()
+                while shown < int(self.length[0]):
+                    yield int(self.tokens[0, shown])
+                    shown += 1
+                self._step()
+            yield from self.tokens[0, shown : int(self.length[0])].tolist()
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)

@@ -7,7 +7,7 @@ attention interface and keeps keys and values in a cache works; prompts of a gro
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,12 @@ class NativeEngine:
             self.release()
             self.slots = min(self.slots, n * len(prompt_ids)) // 2 or 1
             self.warn(f"out of memory: sampling with {self.slots} slots from here on")
+
+    @torch.inference_mode()
+    def stream(self, prompt: Sequence[int], sampling: Sampling, seed: int = 0) -> Iterator[int]:
+        """One response, token by token: the tokens that ``generate`` gives, the end token among them."""
+        if not nothing_to_sample([prompt], 1):
+            yield from EagerBatch(self.model, self.end_ids, [prompt], 1, sampling, seed, 1).stream()
 
     @torch.inference_mode()
     def _generate(

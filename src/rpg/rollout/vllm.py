@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..console import first_line
+from ..console import first_line, install
 from ..kernels.sample_torch import uniform_table
 from ..models.plain_weights import stored_state
 from .engine import NotFinite, Rollout, Sampling, in_groups, nothing_to_sample
@@ -270,7 +270,7 @@ def _import() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise ValueError(f"rollout.engine=vllm: vLLM does not import here: {error}") from error
-        raise ValueError("rollout.engine=vllm needs vLLM: pip install 'rpg-rl[vllm]'") from error
+        raise ValueError(f"rollout.engine=vllm needs vLLM: {install('rpg-rl[vllm]')}") from error
     except (ImportError, RuntimeError, OSError) as error:
         raise ValueError(f"rollout.engine=vllm: vLLM does not import here: {_reason(error)}") from error
     return vllm

@@ -51,6 +51,7 @@ class Checkpoint:
     step: int
     folder: Path
     state: dict[str, Any]
+    run: str  # id of the run that wrote it; "" of a version that gave none
 
     @property
     def model_folder(self) -> Path:
@@ -70,10 +71,12 @@ def save(
     write_model: Callable[[Path], None],
     tensors: Mapping[str, Mapping[str, Tensor]],
     state: Mapping[str, Any],
+    run: str = "",
 ) -> Path:
     """Write a checkpoint, or raise CheckpointError and leave the earlier ones as they are.
 
     ``write_model`` fills the folder it is given (``model.save_pretrained``). ``state`` is JSON: tuples turn into lists.
+    ``run`` is the run's id.
     """
     name = f"step-{step:06d}"
     document = json.dumps(dict(state))  # a mistake in it is the caller's: before anything is written
@@ -89,8 +92,8 @@ def save(
                 for key, group in tensors.items():
                     save_file(_owned(group), folder / "trainer" / f"{key}.safetensors", metadata={"format": "pt"})
                 (folder / "trainer" / "state.json").write_text(document, encoding="utf-8")
-                _seal(folder, step)
-                _put(folder, root / name)
+                _seal(folder, step, run)
+                _put(folder, root / name, run)
             finally:
                 _clean(root)
     except Exception as error:
@@ -100,16 +103,21 @@ def save(
     return root / name
 
 
-def load(root: Path, warn: Callable[[str], None] = warnings.warn) -> Checkpoint | None:
-    """The newest checkpoint that is whole; each newer one that is not goes to ``warn``, in one line."""
+def load(root: Path, warn: Callable[[str], None] = warnings.warn, run: str = "") -> Checkpoint | None:
+    """The newest checkpoint that is whole, and not another run's; each newer one that is not goes to ``warn``, in one
+    line."""
     if root.is_dir():
         with contextlib.suppress(OSError, ValueError), locked(root):  # else someone is saving, or we may only read
             _clean(root)
     for folder in reversed(list(folders(root).values())):
         try:
-            return read(folder)
+            found = read(folder)
         except CheckpointError as error:
             warn(str(error))
+            continue
+        if _is_of(run, found.run):
+            return found
+        warn(f"{folder} is another run's: left as it is")
     return None
 
 
@@ -120,7 +128,8 @@ def read(folder: Path, verified: bool = False) -> Checkpoint:
         raise CheckpointError(f"{folder} is damaged: {wrong}")
     try:
         state = json.loads((folder / "trainer" / "state.json").read_text(encoding="utf-8"))
-        return Checkpoint(_manifest(folder)["step"], folder, state)
+        manifest = _manifest(folder)
+        return Checkpoint(manifest["step"], folder, state, manifest.get("run", ""))
     except (OSError, ValueError) as error:  # gone or changed since: someone else is at work in there
         raise CheckpointError(f"{folder} cannot be read: {_line(error)}") from error
 
@@ -167,10 +176,10 @@ def verify(folder: Path) -> str | None:
     return None
 
 
-def prune(root: Path, keep: int, best: int | None = None, newest: int | None = None) -> None:
+def prune(root: Path, keep: int, best: int | None = None, newest: int | None = None, run: str = "") -> None:
     """Delete all but the newest ``keep`` and the best. Those beyond step ``newest`` were damaged, or the run would have
-    gone on from them: they go first."""
-    checkpoints = folders(root)
+    gone on from them: they go first. Other runs' stay."""
+    checkpoints = {step: folder for step, folder in folders(root).items() if _is_of(run, _run_of(folder))}
     steps = [step for step in checkpoints if newest is None or step <= newest]
     kept = {*steps[max(len(steps) - keep, 0) :], best}
     doomed = [path for step, path in checkpoints.items() if step not in kept]
@@ -201,7 +210,7 @@ def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return owned
 
 
-def _seal(folder: Path, step: int) -> None:
+def _seal(folder: Path, step: int, run: str) -> None:
     """The manifest, and everything flushed to the disk."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:
@@ -211,14 +220,18 @@ def _seal(folder: Path, step: int) -> None:
         for path, digest in zip(paths, digests, strict=True)
     }
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
+    about = {"format": FORMAT, "step": step, "run": run, "files": files}
+    manifest.write_text(json.dumps(about, indent=1), encoding="utf-8")
     for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         _sync(path)
 
 
-def _put(folder: Path, target: Path) -> None:
-    """Rename; a folder that is in the way stands aside until then, from where _clean brings it back after a crash."""
-    if target.exists():
+def _put(folder: Path, target: Path, run: str) -> None:
+    """Rename; a folder that is in the way stands aside until then, from where _clean brings it back after a crash.
+    Another run's stands aside for good."""
+    if target.exists() and not _is_of(run, other := _run_of(target)):
+        target.rename(target.with_name(f"{target.name}-of-{other}"))
+    elif target.exists():
         target.rename(target.with_name(f"{REPLACED}{target.name}"))
     folder.rename(target)
     _sync(target.parent)
@@ -260,6 +273,19 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise ValueError
     return manifest
+
+
+def _run_of(folder: Path) -> str:
+    """ "" where it does not say, or cannot be read."""
+    try:
+        return str(_manifest(folder).get("run", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+def _is_of(run: str, other: str) -> bool:
+    """What names no run lies in the folder of one, so it is that one's."""
+    return not run or not other or run == other
 
 
 def _failure(root: Path, name: str, error: Exception) -> str:

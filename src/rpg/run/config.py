@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from .settings import Bound, check_bounds
+from .settings import AUTO, Bound, OrAuto, check_bounds
 
 FROM_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
 FROM_1 = Bound("at least 1", lambda x: 1 <= x < math.inf)
 FINITE = Bound("finite", math.isfinite)
-Natural = Annotated[int, FROM_0]
-Count = Annotated[int, FROM_1]
+OR_AUTO = OrAuto()
+BILLION = Bound("at most 1,000,000,000", lambda x: x <= 10**9)
+MILLION = Bound("at most 1,000,000", lambda x: x <= 10**6)
+Natural = Annotated[int, FROM_0, BILLION]
+Count = Annotated[int, FROM_1, BILLION]
 NonNegative = Annotated[float, FROM_0]
 Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
 Probability = Annotated[float, Bound("above 0 and at most 1", lambda x: 0 < x <= 1)]
@@ -37,6 +40,8 @@ class TaskConfig:
     --task.rewards.correct 1 --task.rewards.my_reward.py:score 0.5; empty: the task's own reward"""
     reward: str | None = None
     """the only reward, a function of your own: my_reward.py:score, called as score(response, answer, prompt)"""
+    verifier: Literal["strict", "lenient"] = "strict"
+    """who says that an answer is right: rpg's own rules, or math-verify, for figures that are compared with its own"""
     template: str | None = None
     """prompt template: text with {prompt} in it, @file.txt, or one of plain, boxed, answer, think; None: the dataset's;
     prompts of datasets that say themselves how to answer are left as they are"""
@@ -46,20 +51,20 @@ class TaskConfig:
     """wrap prompts in the model's chat template; None: if the model has one"""
     chat_options: dict[str, Any] = field(default_factory=dict)
     """given to the chat template: --task.chat_options.enable_thinking false"""
-    timeout: Positive = 5.0
+    timeout: Annotated[Positive, MILLION] = 5.0
     """seconds a reward function may take for one response"""
-    memory_gb: Positive = 4.0
+    memory_gb: Annotated[Positive, MILLION] = 4.0
     """memory a reward function may take for one response, beyond what its imports took"""
     on_error: Annotated[float, FINITE] = 0.0
     """reward of a response whose reward function raised, hung or returned no finite number"""
-    workers: Count = 2
+    workers: Annotated[Count, Bound("at most 1,000", lambda x: x <= 1000)] = 2
     """processes that run reward functions"""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: Literal["native", "vllm"] = "native"
-    """what samples: the trainer's own weights, or vLLM (pip install rpg-rl[vllm]), updated in place at each step"""
+    """what samples: the trainer's own weights, or vLLM (extra: vllm), updated in place at each step"""
     vllm: dict[str, Any] = field(default_factory=dict)
     """given to vLLM's LLM(): --rollout.vllm.gpu_memory_utilization 0.4"""
     end_tokens: str | None = None
@@ -70,8 +75,9 @@ class RolloutConfig:
     """responses to each prompt"""
     max_prompt_tokens: Count = 512
     """longer training prompts are left out, with a warning; a longer held-out one is an error"""
-    max_new_tokens: Count = 80
-    """length at which a response is cut"""
+    max_new_tokens: Annotated[Count, OR_AUTO] = AUTO
+    """length at which a response is cut; auto: 80 for the built-in model, else 1024, 2048 for competition mathematics,
+    4096 for a model that thinks before it answers, or what the model's context leaves"""
     temperature: Annotated[Positive, FINITE] = 1.0
     """of the sampling distribution; the policy that is trained is this tempered one"""
     top_p: Probability = 1.0
@@ -95,7 +101,7 @@ class RolloutConfig:
     min_signal: Share | None = None
     """without dynamic sampling: sample more groups while fewer than this share have signal, and train on those that
     have it first; None: as the algorithm was published (gpg: 0.6, others: 0)"""
-    oversample: Annotated[float, FROM_1] = 1.25
+    oversample: Annotated[float, FROM_1, Bound("at most 1,000", lambda x: x <= 1000)] = 1.25
     """with dynamic sampling: prompts sampled for each one still wanted, from what earlier steps kept of theirs"""
     max_rounds: Count = 4
     """with dynamic sampling or min_signal: rounds after which a step goes on with the groups it has"""
@@ -108,7 +114,7 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class PeftConfig:
     method: str | None = None
-    """train an adapter instead of the model: lora, or another method of PEFT (pip install rpg-rl[peft]) by its name;
+    """train an adapter instead of the model: lora, or another method of PEFT (extra: peft) by its name;
     where the KL's anchor is the initial model, that is the model with the adapter off"""
     options: dict[str, Any] = field(default_factory=dict)
     """of that method's config in PEFT: --peft.options.r 16 --peft.options.target_modules all-linear"""
@@ -118,8 +124,9 @@ class PeftConfig:
 class OptimConfig:
     name: Literal["adamw", "schedule-free"] = "adamw"
     """optimiser"""
-    lr: NonNegative = 5e-4
-    """learning rate"""
+    lr: Annotated[NonNegative, OR_AUTO] = AUTO
+    """learning rate; auto: 5e-4 for the built-in model, 1e-6 for all weights of a pretrained one, 3e-5 for an adapter
+    of one"""
     warmup: Natural = 5
     """optimiser steps over which the learning rate rises from 0"""
     schedule: Literal["auto", "constant", "linear", "cosine"] = "auto"
@@ -198,15 +205,65 @@ class LogConfig:
     tensorboard: bool = True
     """event files in the run's folder"""
     wandb: str | None = None
-    """Weights & Biases project (pip install rpg-rl[wandb])"""
+    """Weights & Biases project (extra: wandb)"""
     trackio: str | None = None
-    """trackio project (pip install rpg-rl[trackio])"""
+    """trackio project (extra: trackio)"""
     samples: Natural = 2
     """groups of responses written to samples.jsonl at each step"""
     report: bool = True
     """write report.html when the run ends"""
     view: Literal["auto", "live", "plain", "none"] = "auto"
     """terminal: live on a terminal, else plain lines"""
+
+
+# What TRL, verl, OpenRLHF and others call them: for "did you mean"
+OTHER_NAMES = {
+    "algorithm": "algo method loss_type loss_mode adv_estimator advantage_estimator",
+    "loss.beta": "beta kl_coef kl_coeff kl_loss_coef init_kl_coef kl_beta",
+    "loss.low": "epsilon cliprange clip_eps clip_ratio clip_ratio_low eps_clip eps_clip_low",
+    "loss.high": "epsilon_high cliprange_high clip_ratio_high eps_clip_high",
+    "model": "model_name model_path model_name_or_path pretrain base_model",
+    "dtype": "torch_dtype precision bf16 fp16 fp32",
+    "device": "gpu cuda",
+    "steps": "max_steps num_steps train_steps total_steps num_train_steps total_training_steps iterations max_iters",
+    "minutes": "time_limit max_time",
+    "output": "output_dir out_dir save_path save_dir logdir default_local_dir",
+    "resume": "resume_from resume_from_checkpoint resume_mode load_checkpoint",
+    "task.name": "task dataset dataset_name train_files train_file prompt_data data",
+    "task.test": "eval_dataset test_dataset val_files test_file",
+    "task.reward": "reward_func reward_funcs reward_fn reward_function custom_reward_function",
+    "task.rewards.correct": "reward_weights",
+    "task.system": "system_prompt",
+    "task.template": "prompt_template input_template",
+    "rollout.prompts": "batch_size train_batch_size rollout_batch_size per_device_train_batch_size num_prompts",
+    "rollout.samples": "n group group_size num_generations num_samples n_samples_per_prompt num_return_sequences",
+    "rollout.max_new_tokens": "max_tokens max_length max_completion_length max_response_length generate_max_len",
+    "rollout.max_prompt_tokens": "max_prompt_length max_prompt_len prompt_max_len",
+    "rollout.engine": "use_vllm vllm_mode backend",
+    "rollout.dynamic": "dynamic_sampling dynamic_filtering filter_groups",
+    "optim.lr": "learning_rate actor_learning_rate",
+    "optim.name": "optimizer",
+    "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
+    "optim.warmup": "warmup_steps warmup_ratio lr_warmup_steps",
+    "optim.betas": "adam_beta1 adam_beta2 adam_betas",
+    "optim.max_grad_norm": "clip_grad grad_clip gradient_clipping max_norm",
+    "optim.minibatches": "num_mini_batches num_minibatches mini_batch_size ppo_mini_batch_size",
+    "optim.epochs": "num_iterations ppo_epochs num_ppo_epochs num_epochs",
+    "optim.micro_tokens": "micro_batch_size gradient_accumulation_steps ppo_max_token_len_per_gpu max_tokens_per_gpu",
+    "optim.recompute": "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing",
+    "reference.model": "ref_model ref_model_path",
+    "reference.update": "sync_ref_model",
+    "reference.every": "ref_model_sync_steps",
+    "reference.decay": "ref_model_mixup_alpha ema_decay",
+    "peft.method": "lora use_lora use_peft peft_config",
+    "peft.options.r": "rank lora_r lora_rank",
+    "peft.options.lora_alpha": "lora_alpha",
+    "peft.options.target_modules": "lora_target_modules target_modules",
+    "eval.every": "eval_steps eval_interval test_freq",
+    "checkpoint.every": "save_steps save_interval save_freq",
+    "checkpoint.keep": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
+    "log.wandb": "use_wandb wandb_project project_name report_to",
+}
 
 
 @dataclass(frozen=True)
@@ -223,15 +280,17 @@ class Config:
     """of the weights and the arithmetic; with bfloat16 the optimiser keeps float32 weights and moments; auto: bfloat16
     on a GPU that has it, else float32"""
     device: str = "auto"
-    """auto: cuda if there is one, else cpu"""
+    """cpu, cuda or gpu (the same), cuda:1, …; auto: cuda if there is one, else cpu"""
     steps: Natural = 50
     """batches of rollouts"""
     minutes: Positive | None = None
     """end after so many minutes, evaluations and checkpoints not counted, if the steps are not done before"""
-    seed: Natural = 0
+    seed: Annotated[int, FROM_0] = 0
     """decides the prompts and every sampled token"""
-    output: str = "runs/latest"
-    """the run's folder"""
+    insist: bool = False
+    """train even with a learning rate that is known to ruin such a model"""
+    output: str = "auto"
+    """the run's folder; auto: a new one in runs/, as runs/grpo-1, runs/grpo-2; runs/latest leads to the latest"""
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
@@ -240,6 +299,8 @@ class Config:
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    other_names: ClassVar[dict[str, str]] = OTHER_NAMES
 
     def __post_init__(self) -> None:
         check(self)
@@ -253,7 +314,8 @@ def check(config: Config) -> None:
         raise ValueError(
             f"optim.minibatches must be at most rollout.prompts × samples, {most}; got {optim.minibatches}"
         )
-    if rollout.overlong and rollout.overlong_tokens > (most := rollout.max_new_tokens):
+    most = rollout.max_new_tokens
+    if rollout.overlong and most != AUTO and rollout.overlong_tokens > most:
         raise ValueError(
             f"rollout.overlong_tokens must be at most max_new_tokens, {most}; got {rollout.overlong_tokens}"
         )

@@ -9,14 +9,18 @@ import contextlib
 import json
 import math
 import os
-import sys
+import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from ..console import complain
+from ..secrets import hidden
 from .config import LogConfig
+from .folder import NO_LINK
 from .trackers import Row, SetupError, TensorBoard, TrackedRun, Tracker, Trackio, Wandb, import_tracker, plain
 
 Warn = Callable[[str], None]
@@ -46,8 +50,23 @@ def encode(row: Row) -> bytes:
     bad = [name for name, value in flat.items() if isinstance(value, float) and not math.isfinite(value)]
     if bad:
         flat.update(dict.fromkeys(bad), not_finite=bad)
-    text = json.dumps(flat, ensure_ascii=False, allow_nan=False)
+    text = hidden(json.dumps(flat, ensure_ascii=False, allow_nan=False))
     return text.encode("utf-8", "replace") + b"\n"
+
+
+ROW = re.compile(rb'\{"step": (-?\d{1,18})[,}]')  # as ``encode`` begins it
+
+
+def _step_of(line: bytes) -> int | None:
+    """None of what is no row. Most need no parsing, which for the samples of a long run would take minutes."""
+    if line.endswith(b"}\n") and (match := ROW.match(line)):
+        return int(match[1])
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) else None
 
 
 class JsonlFile:
@@ -55,13 +74,15 @@ class JsonlFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.rows = 0  # written by this process, and before it those that truncate_after has counted
         self._file: int | None = None
         self._open()
 
     def _open(self) -> None:
         with _naming("write", self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            how = os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK | getattr(os, "O_BINARY", 0)
+            self._file = os.open(self.path, how, 0o666)
 
     def _handle(self) -> int:
         if self._file is None:
@@ -81,42 +102,48 @@ class JsonlFile:
                 with contextlib.suppress(OSError):  # the first error is the one to report
                     os.ftruncate(file, before)
                 raise
+        self.rows += len(rows)
 
     def empty(self) -> bool:
         return os.fstat(self._handle()).st_size == 0
 
     def last_step(self) -> int:
         """Of the last whole row; -1 if there is none."""
-        steps = [row["step"] for row, _ in self._rows()]
-        return max(steps, default=-1)
+        return max((step for step, _ in self._lines() if step is not None), default=-1)
 
     def truncate_after(self, step: int) -> int:
-        """Drop rows beyond ``step`` and a half-written last line; the rest stays as it is, byte for byte.
-        Returns how many lines went. The file is replaced at once, or not at all."""
-        with _naming("read", self.path), self.path.open("rb") as old:
-            dropped = sum(1 for _ in old) - sum(int(row["step"] <= step) for row, _ in self._rows())
+        """Drop the rows from the first beyond ``step`` on, and a half-written last line; the rest stays as it is.
+        Returns how many lines went."""
+        kept = dropped = self.rows = 0
+        for at, line in self._lines():
+            if dropped or at is None or at > step:
+                dropped += 1
+            else:
+                kept += len(line)
+                self.rows += 1
         if dropped:
-            with _replacing(self.path) as new:
-                new.writelines(line for row, line in self._rows() if row["step"] <= step)
-            self.close()
-            self._open()
+            with _naming("write", self.path):
+                os.ftruncate(self._handle(), kept)
         return dropped
 
-    def _rows(self) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Whole rows with their bytes. Only the last line may be broken: a run was killed while it wrote."""
+    def keep(self, name: str) -> str:
+        """A copy of the file as it is now, under another name beside it. Gives the name."""
+        kept = self.path.with_name(name)
+        if not kept.exists():  # else kept by a resume that was killed, or the same steps were lost before
+            with _replacing(kept) as copy, self.path.open("rb") as file:
+                shutil.copyfileobj(file, copy)
+        return name
+
+    def _lines(self) -> Iterator[tuple[int | None, bytes]]:
+        """Each with its step. Only the last may be broken, and has none: a run was killed while it wrote."""
         broken = 0
         with _naming("read", self.path), self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if broken:
                     raise LogError(f"cannot read {self.path}: line {broken} is not a row of a run; remove it to resume")
-                try:
-                    row = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    row = None
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
-                    yield row, line
-                else:
-                    broken = number
+                step = _step_of(line)
+                broken = number if step is None else 0
+                yield step, line
 
     def sync(self) -> None:
         """Onto the disk itself, as before a checkpoint that must not be ahead of its metrics."""
@@ -145,7 +172,7 @@ def _finite(value: Any) -> Any:
 
 def write_whole(path: Path, text: str) -> None:
     with _replacing(path) as file:
-        file.write(text.encode("utf-8", "replace"))
+        file.write(hidden(text).encode("utf-8", "replace"))
 
 
 @contextlib.contextmanager
@@ -166,7 +193,18 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _to_stderr(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    complain(f"warning: {text}")
+
+
+def check_trackers(config: LogConfig) -> None:
+    """A mistake is told before anything is begun."""
+    for kind in _asked(config):
+        import_tracker(kind.package)
+
+
+def _asked(config: LogConfig) -> dict[type[Wandb] | type[Trackio], str]:
+    """The projects, by tracker."""
+    return {kind: project for kind, project in ((Wandb, config.wandb), (Trackio, config.trackio)) if project}
 
 
 class RunLogs:
@@ -174,6 +212,8 @@ class RunLogs:
 
     resume  the checkpoint's step: rows beyond it are dropped and trackers go on with the same run; -1 drops all.
             None starts a new run, and refuses a folder that holds metrics already.
+    most    steps that a resumed run may drop; of more than that, the old files are kept, and named in ``aside``.
+    logged  the last step that was in the metrics.
     """
 
     def __init__(
@@ -184,27 +224,30 @@ class RunLogs:
         config_dict: Mapping[str, Any],
         *,
         resume: int | None = None,
+        most: int = 0,
         warn: Warn = _to_stderr,
     ) -> None:
         self.folder = Path(folder)
         self._warn = warn
         self._trackers: list[Tracker] = []
-        projects = {Wandb: config.wandb, Trackio: config.trackio}
-        asked = {kind: project for kind, project in projects.items() if project}
-        modules = {kind: import_tracker(kind.package) for kind in asked}  # mistakes are told before anything is started
+        asked = _asked(config)
+        modules = {kind: import_tracker(kind.package) for kind in asked}
         self._metrics = JsonlFile(self.folder / "metrics.jsonl")
         self._samples = JsonlFile(self.folder / "samples.jsonl")
-        logged = -1
+        self.logged, self.aside = -1, list[str]()
         if resume is None:
             if not self._metrics.empty():
                 raise LogError(f"{self._metrics.path} holds a run already: resume it, or choose another output")
             self._samples.truncate_after(-1)
         else:
-            logged = self._metrics.last_step()
-            self._metrics.truncate_after(resume)
-            self._samples.truncate_after(resume)
+            self.logged = self._metrics.last_step()
+            files = self._metrics, self._samples
+            if self.logged - max(resume, 0) > most:
+                self.aside = [file.keep(f"{file.path.stem}-to-step-{self.logged:06d}.jsonl") for file in files]
+            for file in files:
+                file.truncate_after(resume)
         ids = self._ids([kind.package for kind in asked], new=resume is None)
-        run = TrackedRun(self.folder, run_name, dict(config_dict), ids, resume, logged)
+        run = TrackedRun(self.folder, run_name, dict(config_dict), ids, resume, self.logged)
         if config.tensorboard:
             self._trackers.append(TensorBoard(run))
         for kind, project in asked.items():
@@ -233,6 +276,10 @@ class RunLogs:
         self._samples.write(*rows)
         if evaluated := [row for row in rows if row.get("split") == "eval"]:
             self._each(lambda tracker: tracker.texts(step, evaluated))
+
+    def rows(self) -> dict[str, int]:
+        """How many each file has."""
+        return {file.path.name: file.rows for file in (self._metrics, self._samples)}
 
     def sync(self) -> None:
         """Metrics and samples onto the disk itself; call it before a checkpoint is made final."""

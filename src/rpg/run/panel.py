@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..console import clock, fixed, number, percent
-from .rows import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
+from .rows import FAILURES, EvalMetrics, Example, Row, StepTimer, end_of, numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -76,6 +76,8 @@ CELLS = (
 )
 LABEL, VALUE, GAP = 9, 7, 3
 EVALS = 4  # tasks shown
+LOOK = 4.0  # seconds, at least, that a response can be read
+RESPONSE = 3  # lines of it
 
 
 class Panel:
@@ -91,6 +93,7 @@ class Panel:
         self._evals: dict[str, tuple[EvalMetrics, EvalMetrics]] = {}  # first and last
         self._row: dict[str, float] = {}
         self._failures = dict.fromkeys(FAILURES, 0.0)
+        self._example: tuple[Example, float] | None = None  # a response, and since when it is shown
         self._body: tuple[tuple[int, bool], list[Spans]] | None = None  # drawn again only when there is a new row
 
     def step(self, row: Row) -> None:
@@ -110,6 +113,11 @@ class Panel:
             self._failures[name] += row.get(name, 0.0)
         self._row.update({name: value for name, value in row.items() if name.startswith("time/")})
         self._body = None
+
+    def response(self, example: Example) -> None:
+        now = time.monotonic()
+        if self._example is None or now - self._example[1] >= LOOK:
+            self._example, self._body = (example, now), None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
@@ -134,7 +142,7 @@ class Panel:
         top = _border(box[0], box[4], box[1], width, (self._title, "bold"), ("", ""))
         bottom = _border(box[2], box[4], box[3], width, (self.stage, "cyan"), (self._shares(), "dim"))
         lines = [top, *framed, bottom]
-        return [[(printable(t, "ascii"), style) for t, style in line] for line in lines] if ascii_only else lines
+        return [[(encodable(t, "ascii"), style) for t, style in line] for line in lines] if ascii_only else lines
 
     def _bar(self, width: int, ascii_only: bool) -> Spans:
         """━━━━━━━━╸─────────  42/60  1:12 elapsed, 0:31 left"""
@@ -172,6 +180,8 @@ class Panel:
             yield line
         if failed := [f"{FAILURES[name]} {count:g}" for name, count in self._failures.items() if count]:
             yield [("   ".join(failed), "red")]
+        if self._example is not None:
+            yield from _response(self._example[0], width)
 
     def _held_out(self, task: str, first: EvalMetrics, last: EvalMetrics, width: int, marks: str) -> Spans:
         """held-out mean@8 0.312 → 0.874 [0.851, 0.894]  ▁▃▅▆▇█  pass@8 0.970  arithmetic"""
@@ -211,7 +221,19 @@ class Panel:
         return f"{number(each)} s/step{''.join(shown)}"
 
 
-def printable(text: str, encoding: str) -> str:
+def _response(example: Example, width: int) -> Iterable[Spans]:
+    """The prompt's end and its reward on one line, the response on a few: wide characters may cost some of its end."""
+    room = max(8, width - LABEL)
+    prompt = end_of(example.prompt, max(8, room - len(example.reward) - 2))
+    head: Spans = [(f"{'prompt':<{LABEL}}", "dim"), (prompt, "")]
+    gap = width - sum(_cells(text) for text, _ in head) - len(example.reward)
+    yield [*head, (" " * max(2, gap), ""), (example.reward, "bold")]
+    text = end_of(example.response, RESPONSE * room)
+    for at in range(0, max(1, len(text)), room):
+        yield [(f"{'' if at else 'response':<{LABEL}}", "dim"), (text[at : at + room], "")]
+
+
+def encodable(text: str, encoding: str) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 

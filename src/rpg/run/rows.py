@@ -7,9 +7,14 @@ import re
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..console import fixed, printable
 
 Row = Mapping[str, float]
 EVAL = re.compile(r"eval/(.+)/mean@(\d+)")
+SEEN = 2000  # characters of a text that are looked at
 FAILURES = {"reward/failed": "failed rewards", "skipped": "skipped steps"}
 
 
@@ -37,6 +42,31 @@ class EvalMetrics:
     @staticmethod
     def of(row: Row) -> list[EvalMetrics]:
         return [EvalMetrics(match[1], match[2], row) for name in row if (match := EVAL.fullmatch(name))]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A response to look at. Its texts are somebody else's: nothing in them moves the cursor, and each is one line."""
+
+    prompt: str
+    response: str
+    reward: str
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> Example:
+        prompt, response = (printable(" ".join(str(row[name])[-SEEN:].split())) for name in ("prompt", "response"))
+        return Example(prompt, response, f"reward {fixed(3)(row['reward'])}")
+
+    def line(self, width: int) -> str:
+        """…end of the prompt → the response  (reward 1.000), in at most so many characters."""
+        prompt = end_of(self.prompt, max(8, width // 3))
+        rest = width - len(prompt) - len(self.reward) - len(" → " + "  ()")
+        return f"{prompt} → {end_of(self.response, max(8, rest))}  ({self.reward})"
+
+
+def end_of(text: str, width: int) -> str:
+    """The end is where the question and the answer stand."""
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 
 class StepTimer:

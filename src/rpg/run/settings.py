@@ -15,17 +15,22 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from ..secrets import without_secrets
+from ..yaml_text import dump_yaml, load_yaml, read_yaml
+
 T = TypeVar("T")
 SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 KINDS = {str: "text (in quotes, if need be)", bool: "true or false", int: "a whole number", float: "a number"}
 SHOWN = 60  # characters of a wrong value in a message
+LARGEST = 2**63 - 1  # of whole numbers
+_BROKEN = re.compile("[\ud800-\udfff]")  # what is left of bytes that are not UTF-8, or half a pair
 
 
 class WrongValue(argparse.ArgumentTypeError, ValueError):
@@ -40,6 +45,13 @@ class Bound:
     holds: Callable[[float], bool]
 
 
+AUTO: Any = "auto"  # in place of a number, until it is known what is trained
+
+
+class OrAuto:
+    """Of a number that may be AUTO: Annotated[float, OrAuto()]. Whoever computes with it settles it first."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One setting: ``rollout.temperature``."""
@@ -50,6 +62,7 @@ class Leaf:
     bounds: tuple[Bound, ...]
     default: Any
     doc: str
+    or_auto: bool = False
 
     @property
     def section(self) -> str:
@@ -68,6 +81,8 @@ class Leaf:
         """The value as its type, or a ValueError that says what it must be. Text, from a flag, is read first."""
         if self.optional and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
             return None
+        if self.or_auto and isinstance(value, str):
+            return AUTO if value.lower() == AUTO else _convert(self.hint, value, text, f" or {AUTO}")
         return _convert(self.hint, value, text)
 
 
@@ -93,16 +108,17 @@ def _leaves(cls: type, prefix: str) -> Iterator[Leaf]:
         if optional:
             (hint,) = (kind for kind in get_args(hint) if kind is not type(None))
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        bounds = tuple(_bounds(annotated[f.name]))
-        yield Leaf(f"{prefix}{f.name}", hint, optional, bounds, default, docs.get(f.name, ""))
+        marks = tuple(_marks(annotated[f.name]))
+        bounds, or_auto = tuple(m for m in marks if isinstance(m, Bound)), any(isinstance(m, OrAuto) for m in marks)
+        yield Leaf(f"{prefix}{f.name}", hint, optional, bounds, default, docs.get(f.name, ""), or_auto)
 
 
-def _bounds(hint: Any) -> Iterator[Bound]:
+def _marks(hint: Any) -> Iterator[Any]:
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
     else:
         for part in get_args(hint):
-            yield from _bounds(part)
+            yield from _marks(part)
 
 
 @functools.cache
@@ -122,58 +138,74 @@ def _docs(module: str) -> dict[str, dict[str, str]]:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Every value by its path, the keys of a dict as paths of their own."""
+    """Every value by its path, the keys of a dict as paths of their own; no secrets: this is what is written."""
     values: dict[str, Any] = {}
     for path, leaf in leaves(type(config)).items():
         value = attrgetter(path)(config)
-        values |= {f"{path}.{key}": v for key, v in value.items()} if leaf.open else {path: value}
+        inside = without_secrets(value) if leaf.open else {}
+        values |= {f"{path}.{key}": v for key, v in inside.items()} if leaf.open else {path: value}
     return values
+
+
+def options_of(config: Any) -> dict[str, dict[str, Any]]:
+    """The settings that take any key, by path."""
+    return {path: attrgetter(path)(config) for path, leaf in leaves(type(config)).items() if leaf.open}
 
 
 def check_bounds(config: Any) -> None:
     """Refuse a number outside its setting's bounds, with one line that names the setting."""
     for path, leaf in leaves(type(config)).items():
         value = attrgetter(path)(config)
-        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        none = value is None or (leaf.or_auto and value == AUTO)
+        values = value if isinstance(value, tuple) else () if none else (value,)
         for bound in leaf.bounds:
             if not all(map(bound.holds, values)):
-                raise ValueError(f"{path} must be {bound.text}; got {', '.join(map(str, values))}")
+                raise ValueError(f"{path} must be {bound.text}; got {_cut(', '.join(map(str, values)))}")
+        if isinstance(value, str) and not value.isascii() and _BROKEN.search(value):
+            raise ValueError(f"{path} must be UTF-8 text; got {_cut(ascii(value))}")
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """A flag for each setting, grouped by section. Those not given leave nothing in the namespace: see given()."""
+def add_flags(
+    parser: argparse.ArgumentParser, cls: type, only: Sequence[str] | None = None, unlisted: Sequence[str] = ()
+) -> None:
+    """A flag for each setting, grouped by section. Those not given leave nothing in the namespace: see given().
+
+    ``only``: sections and settings that count for this command; a flag of another is refused as such. ``unlisted``:
+    those that have a shorter name there, which the help lists instead.
+    """
     group = functools.cache(parser.add_argument_group)
-    for leaf in leaves(cls).values():
+    counting = [leaf for leaf in leaves(cls).values() if only is None or {leaf.path, leaf.section} & set(only)]
+    for leaf in counting:
         name = leaf.path if leaf.open else leaf.section
-        _add_flag(group(name) if name else parser, leaf)
+        _add_flag(group(name) if name else parser, leaf, listed=leaf.path not in unlisted)
     parser.allow_abbrev = False  # a mistyped flag is refused, not guessed
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, not a flag
-    parse, any_key = parser.parse_known_args, tuple(f"{leaf.flag}." for leaf in leaves(cls).values() if leaf.open)
+    parse, any_key = parser.parse_known_args, tuple(f"{leaf.flag}." for leaf in counting if leaf.open)
 
     def parse_known_args(args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse cannot take flags whose names are not known beforehand (--loss.KEY), nor suggest the nearest one."""
-        args, options = sys.argv[1:] if args is None else args, parser._option_string_actions
-        for flag in {arg.partition("=")[0] for arg in args if arg.startswith(any_key)} - set(options):
+        """argparse cannot take flags whose names are not known beforehand (--loss.KEY)."""
+        args = sys.argv[1:] if args is None else args
+        given = {arg.partition("=")[0] for arg in args if arg.startswith(any_key)}
+        for flag in given - set(parser._option_string_actions):
             parser.add_argument(flag, dest=flag[2:], default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        namespace, rest = parse(args, namespace)
-        for arg in rest:
-            if arg.startswith("--") and arg != "--":
-                parser.error(_unknown_flag(arg.partition("=")[0], options))
-        return namespace, rest
+        return parse(args, namespace)
 
+    parser.settings = cls  # type: ignore[attr-defined]  # for suggestions
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
 
 
-def _add_flag(group: Any, leaf: Leaf) -> None:
+def _add_flag(group: Any, leaf: Leaf, listed: bool) -> None:
     text = leaf.doc if leaf.open else f"{leaf.doc} (default: {_written(leaf.default)})".strip()
     options: dict[str, Any] = {"dest": leaf.path, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    options |= {} if listed else {"help": argparse.SUPPRESS}
     if leaf.open:
         group.add_argument(f"{leaf.flag}.KEY", metavar="VALUE", **options)
         return
     options |= {"type": functools.partial(leaf.convert, text=True), "metavar": _metavar(leaf.hint, leaf.optional)}
+    options |= {"metavar": f"{options['metavar']}|{AUTO}"} if leaf.or_auto else {}
     options |= {"nargs": "?", "const": True} if leaf.hint is bool else {}
     group.add_argument(leaf.flag, **options)
 
@@ -209,19 +241,20 @@ def build(cls: type[T], *, file: Path | None = None, flags: Mapping[str, Any] | 
     values: dict[str, Any] = {}
     if file is not None:
         try:
-            _put(_flatten(_read(file), leaves(cls)), leaves(cls), values, text=False)
+            _put(_flatten(read_yaml(file), cls), cls, values, text=False)
         except ValueError as error:
             raise ValueError(" ".join(f"{file}: {error}".split())) from None
-    _put((flags or {}).items(), leaves(cls), values, text=True)
+    _put((flags or {}).items(), cls, values, text=True)
     return _make(cls, "", values)
 
 
-def _put(pairs: Iterable[tuple[str, Any]], by_path: Mapping[str, Leaf], values: dict[str, Any], text: bool) -> None:
+def _put(pairs: Iterable[tuple[str, Any]], cls: type, values: dict[str, Any], text: bool) -> None:
     """Into values, converted; a dict's keys after the dict itself."""
+    by_path = leaves(cls)
     for path, value in sorted(pairs, key=lambda pair: pair[0] not in by_path):
         leaf, read = _leaf_of(path, by_path), text and isinstance(value, str)
         if leaf is None:
-            raise ValueError(_unknown_flag(f"--{path}", [leaf.flag for leaf in by_path.values()]))
+            raise ValueError(unknown_flag(f"--{path}", [leaf.flag for leaf in by_path.values()], cls))
         try:
             if path in values and not text:
                 raise ValueError("is given twice")
@@ -250,12 +283,12 @@ def _leaf_of(path: str, by_path: Mapping[str, Leaf]) -> Leaf | None:
     return by_path.get(path) or next(inside, None)
 
 
-def _convert(hint: Any, value: Any, text: bool) -> Any:
+def _convert(hint: Any, value: Any, text: bool, more: str = "") -> Any:
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
         if isinstance(value, str) and value in kinds:
             return value
-        near = difflib.get_close_matches(str(value), kinds, n=1)
+        near = difflib.get_close_matches(str(value).lower(), kinds, n=1, cutoff=0.5)  # fp32 -> float32
         nearest = f"; did you mean {near[0]!r}?" if near else ""
         raise WrongValue(f"must be one of {', '.join(kinds)}; got {_shown(value)}{nearest}")
     if get_origin(hint) is tuple:
@@ -279,9 +312,9 @@ def _convert(hint: Any, value: Any, text: bool) -> Any:
             number = _number(value)
             if hint is float and not math.isnan(number):
                 return float(number)
-            if hint is int and number == int(number):
+            if hint is int and number == int(number) and abs(number) <= LARGEST:
                 return int(number)
-    raise WrongValue(f"must be {KINDS[hint]}; got {_shown(value)}")
+    raise WrongValue(f"must be {KINDS[hint]}{more}; got {_shown(value)}")
 
 
 def _number(value: Any) -> int | float:
@@ -295,7 +328,10 @@ def _number(value: Any) -> int | float:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
@@ -319,7 +355,7 @@ def change(config: T, values: Mapping[str, Any]) -> T:
         elif path in sections:
             raise ValueError(f"{path} must be a section of settings by name; got {_shown(value)}")
         else:
-            near = _nearest(path, [*settings, *sections])
+            near = _nearest(path, [*settings, *sections], type(config))
             raise ValueError(f"unknown setting {path!r}" + (f"; did you mean {near!r}?" if near else ""))
     return build(type(config), flags=chosen)
 
@@ -327,75 +363,34 @@ def change(config: T, values: Mapping[str, Any]) -> T:
 # ---- YAML ------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
-    """1e-3 is a number, as in YAML 1.2; a key given twice is an error."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Text that _Loader would take for a number in quotes, tuples on one line."""
-
-
-_FLOAT = re.compile(r"^[-+]?(?:(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*)$")
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-_BREAKS = re.compile("[\x85\u2028\u2029]")  # line breaks to YAML, but not to Python: only "quotes" keep them
-_Dumper.add_representer(
-    str, lambda d, x: d.represent_scalar("tag:yaml.org,2002:str", x, style='"' if _BREAKS.search(x) else None)
-)
-_Dumper.add_representer(tuple, lambda d, x: d.represent_sequence("tag:yaml.org,2002:seq", x, flow_style=True))
-
-
 def to_yaml(config: Any) -> str:
-    """Every value, in the order of the fields, an empty line before each section. build() reads it back exactly."""
+    """Every value, in the order of the fields, an empty line before each section. build() reads it back exactly, but
+    for secrets, which are left out."""
     text = ""
-    for name, value in asdict(config).items():
+    for name, value in _written_values(config).items():
         text += "\n" if is_dataclass(getattr(config, name)) else ""
-        text += yaml.dump({name: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9)
+        text += dump_yaml({name: value})
     return text
+
+
+def _written_values(config: Any) -> dict[str, Any]:
+    def written(value: Any) -> Any:
+        return _written_values(value) if is_dataclass(value) else without_secrets(value)
+
+    return {f.name: written(getattr(config, f.name)) for f in fields(config)}
 
 
 def _scalar(value: str) -> Any:
     """Text as YAML reads it."""
     try:
-        return yaml.load(value, Loader=_Loader)
+        return load_yaml(value)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise WrongValue(f"must be a YAML value; got {_shown(value)}") from None
 
 
-def _read(file: Path) -> dict[Any, Any]:
-    try:
-        data = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
-        if isinstance(data, dict | None):
-            return data or {}
-        problem = f"must hold settings by name (key: value); got a {type(data).__name__}"
-    except FileNotFoundError:
-        problem = "no such file"
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-    except UnicodeDecodeError:
-        problem = "is not UTF-8 text"
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}: " if mark else ""
-        problem = f"{where}{error.problem or error.context or 'broken YAML'}"
-    except RecursionError:
-        problem = "is nested too deeply"
-    except yaml.reader.ReaderError as error:
-        problem = f"character {error.position + 1}: {error.reason}"
-    raise ValueError(problem)
-
-
-def _flatten(data: dict[Any, Any], by_path: Mapping[str, Leaf], section: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(data: dict[Any, Any], cls: type, section: str = "") -> Iterator[tuple[str, Any]]:
     """(path, value) of every key of the file."""
+    by_path = leaves(cls)
     for key, value in data.items():
         path = f"{section}.{key}" if section else str(key)
         if _leaf_of(path, by_path):
@@ -403,26 +398,39 @@ def _flatten(data: dict[Any, Any], by_path: Mapping[str, Leaf], section: str = "
         elif any(name.startswith(f"{path}.") for name in by_path):
             if not isinstance(value, dict | None):
                 raise ValueError(f"{path} must be a section of settings by name; got {_shown(value)}")
-            yield from _flatten(value or {}, by_path, path)
+            yield from _flatten(value or {}, cls, path)
         else:
-            near = _nearest(path, [*by_path, *(leaf.section for leaf in by_path.values() if leaf.section)])
+            near = _nearest(path, [*by_path, *(leaf.section for leaf in by_path.values() if leaf.section)], cls)
             beside = ", ".join(leaf.path for leaf in by_path.values() if leaf.section == path.rpartition(".")[0])
             hint = f"; did you mean {near!r}?" if near else f"; known: {beside}" if beside else ""
             raise ValueError(f"unknown key {path!r}{hint}")
 
 
-def _unknown_flag(flag: str, options: Iterable[str]) -> str:
-    near = _nearest(flag[2:], [option[2:] for option in options if option.startswith("--")])
+def unknown_flag(flag: str, options: Iterable[str], cls: type | None = None) -> str:
+    if cls is not None and _leaf_of(flag[2:], leaves(cls)) is not None:
+        return f"{flag} has no effect here: leave it out"
+    near = _nearest(flag[2:], [option[2:] for option in options if option.startswith("--")], cls)
     return f"unknown option {flag}" + (f"; did you mean --{near}?" if near else "")
 
 
-def _nearest(name: str, paths: Sequence[str]) -> str | None:
-    """temperature or rolout.temperature -> rollout.temperature by the last part; else among its section's."""
-    section, _, last = name.rpartition(".")
+def _nearest(name: str, paths: Sequence[str], cls: type | None) -> str | None:
+    """temperature or rolout.temperature -> rollout.temperature by the last part; learning_rate -> optim.lr by what
+    others call it; else what is spelled nearly so in its section, or anywhere."""
+    section, _, last = name.replace("-", "_").rpartition(".")
     ends = [(path, *path.rpartition(".")[::2]) for path in paths]
+    called = (path for path, others in getattr(cls, "other_names", {}).items() if last in others.split())
+    known = next((path for path in called if path in paths or _leaf_of(path, leaves(cls))), None)  # type: ignore[arg-type]
+    if known and not section:
+        return str(known)
     if same := {where: path for path, where, end in reversed(ends) if end == last}:
         near = difflib.get_close_matches(section, same, n=1)
         return same[near[0]] if near else list(same.values())[-1]
+    if known:
+        return str(known)
     beside = {end: path for path, where, end in ends if where == section}
-    near = difflib.get_close_matches(last, beside, n=1) if beside else difflib.get_close_matches(name, paths, n=1)
-    return beside.get(near[0], near[0]) if near else None
+    anywhere = {end: path for path, _, end in reversed(ends)}
+    whole = {} if beside else {path: path for path in paths}
+    for spelled, among in ((last, beside), (last, anywhere), (name, whole)):
+        if near := difflib.get_close_matches(spelled, among, n=1):
+            return among[near[0]]
+    return None

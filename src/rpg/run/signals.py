@@ -1,12 +1,22 @@
-"""SIGINT and SIGTERM: finish what is under way, then stop."""
+"""SIGINT, SIGTERM and SIGHUP: finish what is under way, then stop."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
+
+from ..console import several
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO = (
+    10.0  # seconds: schedulers signal all processes of a job, and torchrun passes on what it gets: that is one signal
+)
+PRESSED = 1.0  # and a person who presses Ctrl-C again
 
 
 class Stop:
@@ -14,30 +24,51 @@ class Stop:
 
     def __init__(self) -> None:
         self.by: str | None = None
+        self._since = 0.0
+
+    def note(self, by: str) -> None:
+        """Whichever process of the run it came to; time counts from the first."""
+        self._since = time.monotonic() if self.by is None else self._since
+        self.by = by
 
     @contextlib.contextmanager
     def listening(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Within, the first signal is noted and told; a second one ends the run at once."""
+        """Within, the first signal is noted and told; one that comes a while later ends the run at once."""
 
         def stop(number: int, frame: FrameType | None) -> None:
+            wait = PRESSED if number == signal.SIGINT and not several() else ECHO
             if self.by is not None:
-                raise KeyboardInterrupt
-            self.by = signal.Signals(number).name
-            text = f"{self.by}: finishing the present step, then saving (again: stop at once)"
+                if time.monotonic() - self._since >= wait:
+                    raise KeyboardInterrupt
+                return
+            self.note(signal.Signals(number).name)
+            text = f"{self.by}: finishing the present step, then saving (again, after {wait:g} s: at once)"
             # from a thread: the main one may be in the middle of a print, which would lose this one
             threading.Thread(target=tell, args=(text,), daemon=True).start()
 
-        before = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, stop)
-        except ValueError:  # not the main thread: the caller's signals stay as they are
-            pass
-        try:
+        with _handled(stop):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+
+def echoes_ignored() -> contextlib.AbstractContextManager[None]:
+    """Within, signals do nothing: a run that was stopped by one may get it once more while it writes its report."""
+    return _handled(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handled(handler: Any) -> Iterator[None]:
+    before = {}
+    try:
+        for number in STOPPING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
+                before[number] = signal.signal(number, handler)
+    except ValueError:  # not the main thread: the caller's signals stay as they are
+        pass
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..console import install
+
 Row = Mapping[str, Any]
 TEXTS = 4  # responses shown in TensorBoard at an evaluation
 
@@ -57,7 +59,7 @@ class TensorBoard(Tracker):
             try:
                 module = importlib.import_module("torch.utils.tensorboard")
             except ImportError as error:
-                raise RuntimeError("needs: pip install tensorboard") from error
+                raise RuntimeError(f"needs: {install('tensorboard')}") from error
             purge = None if self._run.resume is None else self._run.resume + 1
             folder = str(self._run.folder / "tensorboard")
             self._writer = module.SummaryWriter(folder, purge_step=purge, flush_secs=10)
@@ -100,7 +102,7 @@ def markdown(row: Row) -> str:
 
 def import_tracker(name: str) -> Any:
     """A tracker's package; a mistake of the set-up, so it stops the run before it starts."""
-    needs = f"log.{name} needs: pip install 'rpg-rl[{name}]'"
+    needs = f"log.{name} needs: {install(f'rpg-rl[{name}]')}"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -7,21 +7,36 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..console import clock, fixed, number, one_of
-from .panel import Panel, printable
-from .rows import FAILURES, EvalMetrics, Row, StepTimer, numbers_of
+from ..console import clock, complain, fixed, number, one_of, reaches
+from .panel import Panel, encodable
+from .rows import FAILURES, EvalMetrics, Example, Row, StepTimer, numbers_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
+    from .config import Config
+
 Style = Literal["info", "warning", "error"]
 KINDS = ("auto", "live", "plain", "none")
 FRAME = 0.4  # seconds between two frames
+
+
+def opening(config: Config, first: bool, before: str = "") -> View:
+    """The view of a run, which says at once what is being loaded: ``before``, the model and the task."""
+    if not first:
+        return Mute()
+    view = make_view(config.log.view, title=title_of(config), steps=config.steps)
+    view.loading = f"loading {before}the model {config.model} and the task {config.task.name} …"
+    return view
+
+
+def title_of(config: Config) -> str:
+    return f"{config.algorithm} · {config.model} · {config.task.name} · seed {config.seed}"
 
 
 def make_view(kind: str, *, title: str, steps: int, console: Console | None = None) -> View:
@@ -32,16 +47,19 @@ def make_view(kind: str, *, title: str, steps: int, console: Console | None = No
     from rich.console import Console
 
     # FORCE_COLOR makes rich take a pipe for a terminal
-    terminal = sys.stdout.isatty() if console is None else console.is_terminal
+    terminal = console.is_terminal if console is not None else sys.stdout is not None and sys.stdout.isatty()
     console = console or Console(highlight=False)
     moves = terminal and console.is_interactive and not console.is_dumb_terminal and not console.is_jupyter
-    if moves and (kind == "live" or not os.environ.get("CI")):
+    if moves and (kind == "live" or (kind == "auto" and not os.environ.get("CI"))):
         return LiveView(title, steps, console)
     return PlainView(title, steps, console)
 
 
 class View:
-    """Shows nothing but warnings and errors, on stderr. A context manager, like the views below."""
+    """Shows nothing but warnings and errors, on stderr. A context manager, like the views below; one that is open may
+    be entered again."""
+
+    loading = ""  # what happens from the moment that it opens until the first row
 
     def stage(self, name: str) -> None:
         """What the run is doing: "rollout 212/256". Costs nothing, call it as often as you like."""
@@ -49,13 +67,16 @@ class View:
     def step(self, row: Row) -> None:
         """A row of metrics.jsonl. Names may be missing."""
 
+    def response(self, row: Mapping[str, Any]) -> None:
+        """A row of samples.jsonl, to look at. Call it as often as you like: not all are shown."""
+
     def history(self, rows: Iterable[Row]) -> None:
         """Rows from before a resume: curves and first values start with them, clocks do not."""
 
     def message(self, text: str, style: Style = "info") -> None:
         """A line that stays."""
         if style != "info":
-            _tell(sys.stderr, lambda: print(f"{style}: {text}", file=sys.stderr, flush=True))
+            complain(f"{style}: {text}")
 
     def close(self) -> None:
         """Leave the terminal as it was; may be called twice."""
@@ -73,15 +94,34 @@ class Mute(View):
     def message(self, text: str, style: Style = "info") -> None: ...
 
 
-def _tell(file: IO[str], write: Callable[[], None]) -> bool:
-    """False once nobody reads any more (a closed pipe, a terminal that hung up): the run goes on without."""
-    if getattr(file, "closed", False):
-        return False
-    try:
-        write()
-    except OSError:
-        return False
-    return True
+class Shown(View):
+    """On a console, for as long as somebody reads it: a closed pipe or a terminal that hung up ends no run."""
+
+    _one_line = True  # however long
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._open = True
+
+    def _show(self, write: Callable[[], object]) -> None:
+        if self._open and not reaches(self._console.file, write):
+            self._open = False
+            self._lost()
+
+    def _lost(self) -> None:
+        complain("nobody reads this run's output any more: it goes on without")
+
+    def message(self, text: str, style: Style = "info") -> None:
+        """Once nobody reads, warnings and errors go to stderr."""
+        self._show(lambda: self._line(_labelled(text, style), COLOURS[style]))
+        if not self._open:
+            super().message(text, style)
+
+    def _line(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(encodable(text, self._console.encoding), style), soft_wrap=self._one_line)
+        self._console.file.flush()
 
 
 # ---- plain -----------------------------------------------------------------------------------------------------------
@@ -96,22 +136,32 @@ COLUMNS: tuple[tuple[str, str, int, Callable[[float | None], str]], ...] = (
 )
 
 
-class PlainView(View):
+class PlainView(Shown):
     """A line a step, each flushed; of long runs some 60 lines, and one a minute."""
 
-    LINES, SECONDS = 60, 60.0
+    LINES, SECONDS, WIDTH = 60, 60.0, 118
 
     def __init__(self, title: str, steps: int, console: Console) -> None:
-        self._title, self._console = title, console
+        super().__init__(console)
+        self._title = title
         self._timer = StepTimer(steps)
         self._every = max(1, math.ceil(steps / self.LINES))
         self._shown = self._start = 0
         self._at = time.monotonic()
-        self._open = True
+        self._entered = False
+        self._held_out: Example | None = None  # a response of the evaluation that is told next
 
     def __enter__(self) -> Self:
-        self._print(self._title, "bold")
+        if not self._entered:
+            self._entered = True
+            self._print(self._title, "bold")
+            if self.loading:
+                self._print(self.loading)
         return self
+
+    def response(self, row: Mapping[str, Any]) -> None:
+        if row["split"] == "eval":
+            self._held_out = Example.of(row)
 
     def history(self, rows: Iterable[Row]) -> None:
         self._start = max((int(row.get("step", 0)) for row in rows), default=0)
@@ -131,6 +181,9 @@ class PlainView(View):
         for e in evaluations:
             scores = f"{self._place('eval')}  {e.task} {e.metric} {e.mean:.3f} {e.interval}".rstrip()
             self._print(scores + e.passed, "bold")
+        if evaluations and self._held_out is not None:
+            self._print(f"  {self._held_out.line(self.WIDTH)}")
+            self._held_out = None
 
     def _place(self, word: str) -> str:
         steps = str(self._timer.steps)
@@ -144,17 +197,8 @@ class PlainView(View):
         for text in failures:
             yield f"  {text}"
 
-    def message(self, text: str, style: Style = "info") -> None:
-        self._print(_labelled(text, style), COLOURS[style])
-
     def _print(self, text: str, style: str = "") -> None:
-        from rich.text import Text
-
-        def write() -> None:
-            self._console.print(Text(printable(text, self._console.encoding), style=style), soft_wrap=True)
-            self._console.file.flush()
-
-        self._open = self._open and _tell(self._console.file, write)
+        self._show(lambda: self._line(text, style))
 
 
 COLOURS: dict[Style, str] = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -167,24 +211,28 @@ def _labelled(text: str, style: Style) -> str:
 # ---- live ------------------------------------------------------------------------------------------------------------
 
 
-class LiveView(View):
+class LiveView(Shown):
     """A panel at the bottom of a terminal, redrawn every 0.4 seconds by a thread of its own."""
 
+    _one_line = False
+
     def __init__(self, title: str, steps: int, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._panel = Panel(title, steps)
         self._live: Live | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._open = True
         self._width = console.width
 
     def __enter__(self) -> Self:
         from rich.live import Live
 
+        if self._live is not None:
+            return self
+        self._panel.stage = self.loading
         self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._frame)
         start = self._live.start
-        self._open = _tell(self._console.file, lambda: start(refresh=True))
+        self._show(lambda: start(refresh=True))
         self._thread = threading.Thread(target=self._draw, name="rpg-view", daemon=True)
         self._thread.start()
         return self
@@ -195,15 +243,12 @@ class LiveView(View):
     def step(self, row: Row) -> None:
         self._panel.step(row)
 
+    def response(self, row: Mapping[str, Any]) -> None:
+        self._panel.response(Example.of(row))
+
     def history(self, rows: Iterable[Row]) -> None:
         for row in rows:
             self._panel.add(numbers_of(row))
-
-    def message(self, text: str, style: Style = "info") -> None:
-        from rich.text import Text
-
-        line = Text(printable(_labelled(text, style), self._console.encoding), COLOURS[style])
-        self._open = self._open and _tell(self._console.file, lambda: self._console.print(line))
 
     def close(self) -> None:
         try:
@@ -213,15 +258,20 @@ class LiveView(View):
         finally:  # a second Ctrl-C must not leave the cursor hidden
             self._panel.closed = True
             if self._live is not None:
-                _tell(self._console.file, self._live.stop)
+                reaches(self._console.file, self._live.stop)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._panel.stage = "" if kind is None else "stopped"
         self.close()
 
+    def _lost(self) -> None:
+        if self._live is not None:  # which has taken stderr too
+            reaches(self._console.file, self._live.stop)
+        super()._lost()
+
     def _draw(self) -> None:
         while self._open and self._live is not None and not self._closing.wait(FRAME):
-            self._open = _tell(self._console.file, self._live.refresh)
+            self._show(self._live.refresh)
 
     def _frame(self) -> Panel:
         """The panel. Narrowed, a terminal has wrapped the last frame's lines, and more rows must be erased."""

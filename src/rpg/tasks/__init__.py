@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..rewards.scoring import Reward, RewardError, Scorer, Scores
 from ..verify import verify, verify_reward
-from .loading import load_task, load_tests
+from .loading import fingerprint, load_task, load_tests
 from .sources.builtin import BUILTIN
 from .sources.mixture import finite
 from .task import ENDLESS, Problem, Task
@@ -18,6 +18,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "Task",
+    "fingerprint",
     "finite",
     "load_task",
     "load_tests",

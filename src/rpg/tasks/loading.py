@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..console import choose
 from ..rewards.importing import load_function
+from ..rewards.signature import check_signature
 from ..verify import verify_reward
 from . import overlap
 from .sources.builtin import BUILTIN
@@ -20,6 +23,8 @@ from .sources.mixture import SIGN, WEIGHTED, RewardByPart, TaggedProblems, finit
 from .task import Problem, Task
 
 OTHERS = "a .jsonl, .json or .parquet file, org/name on the hub, gym:GENERATOR, or my_task.py:make"
+
+FEW = 8  # problems of an endless stream that tell it from another
 
 
 def load_task(
@@ -46,6 +51,21 @@ def load_task(
     if not look:  # for duplicates and overlap
         return task
     return replace(task, notes=(*task.notes, *overlap.notes(finite(task.train), task.tests)))
+
+
+def fingerprint(task: Task) -> dict[str, list[Any]]:
+    """[how many, hash] of the problems to train on, and of each test set under its name; of endless ones, the first
+    few are looked at."""
+    sets = {"": task.train, **task.tests}
+    return {name: [len(problems), _hash([*finite(problems), *problems[:FEW]])] for name, problems in sets.items()}
+
+
+def _hash(problems: Sequence[Problem]) -> str:
+    digest = hashlib.sha256()
+    for problem in problems:
+        texts = problem.prompt, str(problem.answer), problem.level, problem.template, problem.system, problem.source
+        digest.update(json.dumps(texts).encode())
+    return digest.hexdigest()
 
 
 def load_tests(test: str, seed: int = 0, prompt_key: str | None = None, answer_key: str | None = None) -> Task:
@@ -96,6 +116,7 @@ def _tested(task: Task, test: str, seed: int, columns: Columns) -> Task:
         test=tagged,
         reward=RewardByPart([owner.reward for owner in owners]),
         trusted=all(owner.trusted for owner in owners),
+        ask=None,
     )
 
 
@@ -115,7 +136,7 @@ def _without_data(name: str, seed: int) -> Task | None:
         return BUILTIN[name](seed)
     if name.startswith(PREFIX):
         return load_gym(name, seed)
-    if name.endswith(SUFFIXES) or ":" not in name:
+    if not _is_function(name):
         return None
     make = load_function(name)
     try:
@@ -124,7 +145,19 @@ def _without_data(name: str, seed: int) -> Task | None:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(task, Task):
         raise ValueError(f"{name} must return a rpg.tasks.Task; it returned {type(task).__name__}")
+    check_signature(task.reward)
     return task
+
+
+def _is_function(name: str) -> bool:
+    return ":" in name and not name.endswith(SUFFIXES) and not name.startswith(PREFIX) and name not in BUILTIN
+
+
+def made_by_functions(names: str) -> bool:
+    """Whether a task.name or task.test has a part that is made by a user's function: loading it runs code."""
+    parts = [part.strip() for some in (SIGN.split(names), names.split(",")) for part in some]
+    weighted = (WEIGHTED.fullmatch(part) for part in parts)
+    return any(map(_is_function, [*parts, *(match[2].strip() for match in weighted if match)]))
 
 
 class _Data(NamedTuple):

@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from ..console import choose
 from ..rewards.scoring import CORRECT, Part
+from ..verify import lenient_reward, verify_reward
 from ..verify.answers import boxed, final_answer
+from .sources.mixture import RewardByPart
 from .task import ENDLESS, Problem, Task
 from .templates import template_text
 
@@ -28,15 +32,22 @@ NOTHING = re.compile(r"(?:[\s.,;:$~{}*_`]|\\(?:[\s,;:!>()\[\]\\$]|q?quad(?![A-Za
 
 
 def make_reward(
-    function: str | None, parts: Mapping[str, float], task: Task, template: str | None = None
+    function: str | None,
+    parts: Mapping[str, float],
+    task: Task,
+    template: str | None = None,
+    verifier: str = "strict",
 ) -> Sequence[Part]:
     """What a Scorer takes: the ``function``, or the weighted ``parts``, or the task's reward if neither is given.
 
-    ``template`` is the run's, where it has one: ``format`` goes by it, else by those of the problems.
+    ``template`` is the run's, where it has one: ``format`` goes by it, else by those of the problems. A lenient
+    ``verifier`` takes the place of ``verify`` in the task's reward.
     """
     functions(function, parts)
     if function is not None:
         return (Part("", function),)
+    if verifier == "lenient":
+        task = replace(task, reward=_lenient(task.reward, task.name))
     if not parts:
         return (Part("", task.reward, trusted=task.trusted),)
     terms, names = [], _names(parts)
@@ -50,6 +61,14 @@ def make_reward(
         else:
             terms.append(Part(name, given, weight))
     return terms
+
+
+def _lenient(reward: Any, name: str) -> Any:
+    if isinstance(reward, RewardByPart):
+        return RewardByPart([lenient_reward if part is verify_reward else part for part in reward.rewards])
+    if reward is not verify_reward:
+        raise ValueError(f"task.verifier lenient: {name} has a score of its own, which math-verify cannot replace")
+    return lenient_reward
 
 
 def functions(function: str | None, parts: Mapping[str, float]) -> list[str]:

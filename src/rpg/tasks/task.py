@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, overload
 
 from ..rewards.scoring import Reward
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 ENDLESS = 2**31  # length of problems that are made when asked for
 
 
@@ -20,6 +22,11 @@ class Problem:
     template: str = "plain"  # how the prompt is put to the model, unless the run says otherwise: see templates.py
     system: str = ""  # system prompt that the dataset brings along
     source: str = ""  # the dataset it is from, where there are several
+
+    def __post_init__(self) -> None:
+        for text in (self.prompt, self.system):
+            if not text.isascii() and SURROGATE.search(text):
+                raise ValueError(f"no tokenizer reads half a surrogate pair: mend the prompt {ascii(text)[:60]}")
 
 
 class TaggedAnswer(str):
@@ -71,6 +78,7 @@ class Task:
     test: Sequence[Problem] | Mapping[str, Sequence[Problem]]  # held out; several sets by name
     reward: Reward | Callable[[str, str, str], float]
     trusted: bool = False  # the reward cannot hang or crash: it is called directly, not in a process of its own
+    ask: Callable[[str], Problem | None] | None = None  # a user's own text as a problem, where its answer can be known
     notes: tuple[str, ...] = ()  # what a user should know of the problems: duplicates, overlap; one line each
 
     @property

@@ -18,7 +18,8 @@ from ..distributed.split_work import generate, score
 from ..loss.advantages import soft_overlong_penalty
 from ..loss.methods import Method
 from ..models.policy import Policy
-from ..rewards.scoring import CORRECT
+from ..rewards.failing import added
+from ..rewards.scoring import CORRECT, Calls
 from ..rollout import Engine, Rollout
 from ..run.config import Config
 from ..run.seeds import permutation, stream
@@ -91,6 +92,7 @@ class Experience:
     messages: list[str]
     seconds: dict[str, float]
     signal: str = "reward"  # what tells groups with signal from those without: correct or reward
+    calls: dict[str, Calls] = field(default_factory=dict)  # of the reward functions, by name
 
     @property
     def starved(self) -> bool:
@@ -224,6 +226,7 @@ class Collector:
         kept: list[Group] = []  # with signal
         sampled: list[Group] = []
         failures: Counter[str] = Counter()
+        calls: list[dict[str, Calls]] = []
         messages: list[str] = []
         seconds = {"rollout": 0.0, "reward": 0.0}
         rounds = 0
@@ -236,11 +239,13 @@ class Collector:
             sampled += groups
             kept += [group for group in groups if group.informative(self.signal)]
             failures.update(scores.failures)
+            calls.append(scores.calls)
             messages += scores.messages
         position.keep_rate = 0.7 * position.keep_rate + 0.3 * len(kept) / len(sampled)
         position.count_failures(failures)
         trained = kept if dynamic else self._filled_up(kept, sampled)
-        return Experience(trained[: rollout.prompts], sampled, rounds, failures, messages, seconds, self.signal)
+        trained, every = trained[: rollout.prompts], added(calls)
+        return Experience(trained, sampled, rounds, failures, messages, seconds, self.signal, every)
 
     def _filled_up(self, kept: list[Group], sampled: list[Group]) -> list[Group]:
         """As they were sampled, and of more than a step's number those with signal first."""

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..models.policy import Policy
+from ..rewards.failing import FailureWatch, added
+from ..rewards.scoring import Calls
 from ..rollout import Rollout
+from ..run.auto import settled
 from ..run.config import Config
 from ..run.seeds import stream
 from ..tasks import Problem, load_task, load_tests
 from .collect import Sampler, encode_prompt
 from .oom_retry import pick_slots
-from .setup import check_fit, held_out, make_engine, make_scorer, pick_device, pick_dtype
+from .setup import check_fit, check_rewards, held_out, make_engine, make_scorer, pick_device, pick_dtype
 
 Z = 1.959963984540054  # of a 95 % interval
 
@@ -57,6 +60,7 @@ class Evaluation:
     truncated: float
     failures: dict[str, int]
     messages: list[str]  # of those failures, one line each
+    calls: dict[str, Calls]  # of the reward functions, by name
     samples: list[dict[str, Any]] = field(repr=False)  # rows of samples.jsonl
 
     def metrics(self) -> dict[str, float]:
@@ -111,6 +115,7 @@ def _judge(
         truncated=sum(not response.rollout.finished for response in responses) / total,
         failures=scores.failures,
         messages=scores.messages,
+        calls=scores.calls,
         samples=[
             {"split": "eval", "task": name, **response.row(repeated[i], i // k)}
             for i, response in enumerate(responses[: keep * k])
@@ -120,7 +125,9 @@ def _judge(
 
 def evaluate_model(config: Config) -> list[Evaluation]:
     """``rpg eval``: a model on the held-out problems of a task."""
+    config = settled(config)
     named = config.task
+    check_rewards(config)
     if named.test is not None:
         task = load_tests(named.test, config.seed, named.prompt_key, named.answer_key)
     else:
@@ -133,4 +140,6 @@ def evaluate_model(config: Config) -> list[Evaluation]:
     sets = held_out(task, config)
     engine.expect(max(check_fit(policy, problems, config) for problems in sets.values()))
     with make_scorer(config, task) as scorer:
-        return evaluate(Sampler(policy, engine, scorer, config), sets)
+        evaluations = evaluate(Sampler(policy, engine, scorer, config), sets)
+    FailureWatch().note(added(one.calls for one in evaluations))
+    return evaluations

@@ -19,28 +19,31 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..console import own_command
 from ..distributed.context import RunContext
 from ..distributed.ranks import ALONE, LOST, RankFailed, World
 from ..distributed.shards import ShardedPolicy
 from ..loss.advantages import NEVER_NEGATIVE, BadRewards
 from ..models.policy import Policy
+from ..rewards.failing import FailureWatch, added
 from ..rollout import NotFinite, TooManyKept
 from ..run import checkpoint
+from ..run.auto import announcement, objections, refuse_ruin, settled
 from ..run.config import Config
-from ..run.folder import locked, read_rows
-from ..run.logs import NoLogs, RunLogs, write_summary, write_whole
-from ..run.settings import flat, to_yaml
+from ..run.folder import FolderLost, RunFolder, followed
+from ..run.logs import NoLogs, RunLogs, write_summary
 from ..run.signals import Stop, interruptible
 from ..run.teacher import with_teacher
-from ..run.view import Mute, View, make_view
-from ..tasks import RewardError, Task, load_task
+from ..run.view import View, opening
+from ..secrets import hidden
+from ..tasks import RewardError, Task, fingerprint, load_task
 from .batch import make_batch, with_advantages
 from .collect import UNEQUAL, Collector, PromptTooLong, Sampler
 from .evaluate import evaluate
 from .old_logp import OldLogp, batch_score_sq, with_logp
 from .oom_retry import DoesNotFit, make_oom_retry, pick_slots
 from .optim import averaged_weights, make_optimizer
-from .progress import Progress
+from .progress import Progress, read_from
 from .reference import Reference, batch_logp, load_teacher
 from .setup import (
     anchored,
@@ -58,8 +61,8 @@ from .setup import (
     unasked,
     warnings_about,
 )
-from .state import RunState, check_settings
-from .summary import best_of, memory_metrics, summarise
+from .state import RunState, check_data, check_settings, find_start, open_logs, write_config
+from .summary import best_of, memory_metrics, starvation, summarise
 from .update import Updater
 
 MAX_STARVED = 5  # steps in a row without a group to learn from, after which the run ends
@@ -81,18 +84,16 @@ class Failed(ValueError):
     """The run cannot go on; its text is one line. ``setup``: nothing was done yet, what was asked for is impossible."""
 
     def __init__(self, message: str, setup: bool = False):
-        super().__init__(" ".join(message.split()))
+        super().__init__(hidden(" ".join(message.split())))
         self.setup = setup
 
 
-def train(config: Config, *, resume: bool = False, world: World = ALONE) -> dict[str, Any]:
+def train(config: Config, *, resume: bool = False, world: World = ALONE, shown: View | None = None) -> dict[str, Any]:
     """Run to the end, or until stopped. Returns the summary; what cannot go on raises Failed, in one line.
 
-    Of several ranks (ranks.joined) all call it; the first shows, logs and saves.
+    Of several ranks (ranks.joined) all call it; the first shows, logs and saves. ``shown`` may be open already.
     """
-    title = f"{config.algorithm} · {config.model} · {config.task.name} · seed {config.seed}"
-    shown = make_view(config.log.view, title=title, steps=config.steps) if world.first else Mute()
-    with shown as view, contextlib.ExitStack() as stack:
+    with shown or opening(config, world.first) as view, contextlib.ExitStack() as stack:
         try:
             with interruptible():
                 trainer, logs = _set_up(config, view, resume, stack, world)
@@ -108,59 +109,23 @@ def train(config: Config, *, resume: bool = False, world: World = ALONE) -> dict
 def _set_up(
     config: Config, view: View, resume: bool, stack: contextlib.ExitStack, world: World
 ) -> tuple[Trainer, RunLogs]:
-    start = world.fail_together(lambda: _find(config, view, resume, stack) if world.first else None)
-    if world.size > 1 and (where := world.from_rank0(None if start is None else start.folder)) is not None:
-        start = start or checkpoint.read(where, verified=True)
-    trainer = stack.enter_context(Trainer(config, Path(config.output), view, start, world))
-    world.on_failure = trainer.write_failure
-    if not world.first:
-        world.fail_together(lambda: None)
-        return trainer, NoLogs()
-    return trainer, world.fail_together(lambda: _open(config, view, resume, stack, start))
-
-
-def _find(config: Config, view: View, resume: bool, stack: contextlib.ExitStack) -> checkpoint.Checkpoint | None:
-    """The checkpoint to go on from. A folder that cannot be trained in is refused."""
-    folder = Path(config.output)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output: {folder} is a file; give a folder with --output")
-    if not resume:
-        if (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:
-            raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another --output")
-        return None
-    if not (folder / "config.yaml").exists():
-        raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
-    stack.enter_context(locked(folder))
-    newest = checkpoint.load(folder / "checkpoints", lambda text: view.message(text, "warning"))
-    if newest is None and config.checkpoint.keep == 0:
-        raise ValueError(f"nothing to resume in {folder}: with checkpoint.keep 0 no checkpoint is written")
-    if newest is None and checkpoint.folders(folder / "checkpoints"):
-        raise ValueError(f"no checkpoint in {folder} is whole: nothing to resume from (a new run needs a new --output)")
-    return newest
-
-
-def _open(
-    config: Config, view: View, resume: bool, stack: contextlib.ExitStack, start: checkpoint.Checkpoint | None
-) -> RunLogs:
-    """The run's folder and what is written into it: no mistake up to here."""
+    if text := announcement(config):
+        view.message(text)
+    config = settled(config)  # what is compared and recorded is what is run
 
     def warn(text: str) -> None:
         view.message(text, "warning")
 
-    folder = Path(config.output)
-    if not resume:
-        folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(folder))
-    elif start is not None:
-        view.message(f"resumed from step {start.step} ({start.folder})")
-    else:
-        warn(f"{folder} has no checkpoint: starting from the beginning")
-    write_whole(folder / "config.yaml", to_yaml(config))
-    at = None if not resume else -1 if start is None else start.step
-    logs = stack.enter_context(RunLogs(folder, config.log, folder.name, flat(config), resume=at, warn=warn))
-    if resume:
-        view.history(read_rows(folder / "metrics.jsonl", []))
-    return logs
+    folder = stack.enter_context(RunFolder(followed(Path(config.output)), warn))
+    start = world.fail_together(lambda: find_start(config, folder, resume, warn) if world.first else None)
+    if world.size > 1 and (where := world.from_rank0(None if start is None else start.folder)) is not None:
+        start = start or checkpoint.read(where, verified=True)
+    trainer = stack.enter_context(Trainer(config, folder, view, start, world))
+    world.on_failure = trainer.write_failure
+    opened = partial(open_logs, config, folder, view, resume, start)
+    logs = stack.enter_context(world.fail_together(lambda: opened() if world.first else NoLogs()))
+    folder.path = world.from_rank0(folder.path)
+    return trainer, logs
 
 
 class Trainer:
@@ -172,28 +137,38 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        folder: Path,
+        folder: RunFolder,
         view: View,
         start: checkpoint.Checkpoint | None = None,
         world: World = ALONE,
     ):
+        config = settled(config)
         self.config, self.folder, self.view, self.world = config, folder, view, world
         self.context = context = RunContext(world, self._warn, view.stage)
         self.warnings: list[str] = []  # since ranks last told each other
         if start is not None:
-            check_settings(config, start, context)
+            with read_from(start.folder):
+                check_settings(config, start, context)
+                Progress.load(start.state)
+                pick_dtype(start.state["dtype"], torch.device("cpu"))
+        refuse_ruin(config)
         self.method = method = method_of(config)
         taught = with_teacher(config, None if start is None else start.state) if method.has_kl else config
         check_rollout(config)
         check_rewards(config)
-        for text in warnings_about(method, config):
+        for text in (*(objection.text for objection in objections(config)), *warnings_about(method, config)):
             self._warn(text)
         for text in method.remarks(rewards_of(config)):
             self.view.message(text)
         named = config.task
+        view.stage(f"loading {named.name}")
         self.task: Task = load_task(named.name, config.seed, named.test, named.prompt_key, named.answer_key)
+        data = fingerprint(self.task)
+        if start is not None:
+            check_data(config, start, data)
         for text in (*self.task.notes, *unasked(self.task, config)):
             self.view.message(text)
+        view.stage(f"loading {config.model}")
         device = world.device or pick_device(config.device)
         # auto depends on the device, on which a resumed run need not be
         dtype = pick_dtype(config.dtype if start is None else start.state["dtype"], device)
@@ -225,13 +200,15 @@ class Trainer:
         self.updater = Updater(config, method, self.learner, self.optimizer, folder, progress, self.oom_retry, context)
         self.old_logp = OldLogp(config, method.loss, dtype, progress)
         self.state = RunState(
-            config, world, dtype, self.learner, self.optimizer, self.reference, self.oom_retry, progress
+            config, world, dtype, self.learner, self.optimizer, self.reference, self.oom_retry, progress, data
         )
         self.saved = progress.step  # step of the newest checkpoint
         self.stop = Stop()
+        self.failure_watch = FailureWatch()
         self.saving_seconds: float | None = None  # of a checkpoint, until they are logged
         if start is not None:
-            self.state.restore(start)
+            with read_from(start.folder):
+                self.state.restore(start)
             if world.sharded:
                 self.sync()
         progress.start_clock()
@@ -252,8 +229,8 @@ class Trainer:
         try:
             with self.stop.listening(lambda text: self.view.message(text, "warning")):
                 self._loop(logs)
-            summary = self.summary(*self._outcome())
-            self.world.on_rank0(lambda: write_summary(self.folder, summary))
+                summary = self.summary(*self._outcome())
+                self.world.on_rank0(lambda: self._write_summary(summary))
         except BaseException as error:
             at_once = isinstance(error, KeyboardInterrupt)
             gone = self.world.has_lost(error)
@@ -266,23 +243,31 @@ class Trainer:
                 raise KeyboardInterrupt(message) from None
             raise
         if summary["message"]:
-            self._warn(summary["message"])
+            self.view.message(summary["message"], "info" if summary["stopped_by"] == "minutes" else "warning")
         return summary
 
     def write_failure(self, message: str, status: str = "failed") -> None:
         if self.world.first:
             with contextlib.suppress(OSError):  # the disk may be what failed
-                write_summary(self.folder, self.summary(status, message))
+                self._write_summary(self.summary(status, message))
 
     def _loop(self, logs: RunLogs) -> None:
         if self.progress.step == 0:
             self._begin(logs)
         while self.progress.step < self.config.steps and not self._told_to_stop() and not self._out_of_time:
             self.step(self.progress.step + 1, logs)
-            if self.progress.starved >= MAX_STARVED:
+            if self.world.from_rank0(self.folder.lost()) is not None:
+                self.save(logs)
+            if self._is_starved:
                 break
-        if self._told_to_stop() and self.progress.step > self.saved:
+        unsaved = self._told_to_stop() and self.progress.step > self.saved
+        if unsaved or self.world.from_rank0(self._has_nothing_saved()):
             self.save(logs)
+
+    def _has_nothing_saved(self) -> bool:
+        """Whether somebody has removed the checkpoint that the run would end with."""
+        gone = self.saved > 0 and not (self.folder.path / "checkpoints" / f"step-{self.saved:06d}").is_dir()
+        return gone and self.config.checkpoint.keep > 0
 
     def _told_to_stop(self) -> bool:
         """Whether a signal has come to any rank: all stop at the same step. What a rank alone warned of is shown."""
@@ -292,18 +277,24 @@ class Trainer:
             for text in (text for text in texts if text not in warnings[0]):
                 self.view.message(f"rank {rank}: {text}", "warning")
         signal = next((by for by in signals if by is not None), None)
-        self.stop.by = signal or self.stop.by
+        if signal is not None:
+            self.stop.note(signal)
         return signal is not None
 
     def _outcome(self) -> tuple[str, str]:
         """The run's status, and what there is to say about it."""
-        if self.progress.starved >= MAX_STARVED:
-            return "finished", self._starvation()
+        if self._is_starved:
+            why = starvation(MAX_STARVED, UNEQUAL[self.collector.signal], self.failure_watch.half_failed)
+            return "finished", f"ended after step {self.progress.step}: {why}"
         if self._out_of_time:
             return "finished", f"ended after step {self.progress.step}: its {self.config.minutes:g} minutes are over"
         if self.stop.by is not None and self.progress.step < self.config.steps:
             return "stopped", f"stopped by {self.stop.by} after step {self.progress.step}; {self._resuming}"
         return "finished", ""
+
+    @property
+    def _is_starved(self) -> bool:
+        return self.progress.starved >= MAX_STARVED
 
     @property
     def _out_of_time(self) -> bool:
@@ -313,8 +304,8 @@ class Trainer:
     def _resuming(self) -> str:
         if self.config.checkpoint.keep == 0:
             return "there is nothing to go on from, as checkpoint.keep is 0"
-        several = f"torchrun --nproc-per-node {self.world.size} -m " if self.world.size > 1 else ""
-        return f"go on with: {several}rpg train --resume --output {shlex.quote(self.config.output)}"
+        several = f"torchrun --nproc-per-node {self.world.size} -m rpg" if self.world.size > 1 else own_command()
+        return f"go on with: {several} train --resume --output {shlex.quote(str(self.folder.path))}"
 
     def step(self, step: int, logs: RunLogs) -> None:
         """One batch of rollouts, trained on; its row of metrics; an evaluation and a checkpoint where they are due."""
@@ -322,6 +313,7 @@ class Trainer:
         experience = self.collector.collect(step)
         for text in experience.messages:
             self._warn(f"reward function: {text}")
+        self.failure_watch.note(experience.calls)
         if step == 1 and self.method.advantage.never_negative(experience.scores):
             self._warn(f"{self.method.name}: {NEVER_NEGATIVE}")
         training_start = time.perf_counter()
@@ -351,6 +343,8 @@ class Trainer:
         self.progress.step = step
         self.progress.tokens_total += int(row["tokens"])
         row["tokens_total"] = self.progress.tokens_total
+        responses = experience.samples(1, advantages)
+        self.view.response(responses[step % len(responses)])
         seconds = experience.seconds | {"train": time.perf_counter() - training_start}
         self.world.on_rank0(lambda: logs.samples(step, experience.samples(self.config.log.samples, advantages)))
         self._finish_step(step, row, begin, seconds, logs)
@@ -362,7 +356,7 @@ class Trainer:
         if self.saving_seconds is not None:  # the checkpoint of the step before
             seconds["checkpoint"], self.saving_seconds = self.saving_seconds, None
         self.progress.spent = self.world.from_rank0(self.progress.spent + (time.perf_counter() - begin))
-        last = step == self.config.steps or self.progress.starved >= MAX_STARVED or self._out_of_time
+        last = step == self.config.steps or self._is_starved or self._out_of_time
         hopeless = self.progress.bad_steps >= self.config.optim.max_bad_steps
         best = False  # until now, and worth keeping
         if (last or _due(step, self.config.eval.every)) and not hopeless:
@@ -377,7 +371,7 @@ class Trainer:
         if hopeless:  # nothing is saved: the last checkpoint is from before the trouble
             raise Failed(
                 f"{self.progress.bad_steps} optimiser steps in a row had a loss or gradient that is not finite. "
-                f"Their batches are in {self.folder / 'bad'}; lower optim.lr, or look at the rewards"
+                f"Their batches are in {self.folder.path / 'bad'}; lower optim.lr, or look at the rewards"
             )
         if _due(step, self.config.checkpoint.every) or best or last:
             self.save(logs)
@@ -391,37 +385,33 @@ class Trainer:
     def _begin(self, logs: RunLogs) -> None:
         """The row of step 0: where the model begins."""
         self._log({"step": 0, **self._evaluate(0, logs)}, logs)
-        self.world.on_rank0(lambda: write_summary(self.folder, self.summary("running", "")))
+        self.world.on_rank0(lambda: self._write_summary(self.summary("running", "")))
 
     def _evaluate(self, step: int, logs: RunLogs) -> dict[str, float]:
         with self.averaged():
             evaluations = evaluate(self.sampler, self.problems)
         samples = [sample for evaluation in evaluations for sample in evaluation.samples]
         self.world.on_rank0(lambda: logs.samples(step, samples))
+        self.view.response(samples[0])
         row: dict[str, float] = {}
         for evaluation in evaluations:
             self.progress.cursor.count_failures(evaluation.failures)
             for text in evaluation.messages:
                 self._warn(f"reward function: {text}")
             row |= evaluation.metrics()
+        if step == 0:
+            self.failure_watch.note(added(evaluation.calls for evaluation in evaluations))
         sets = {e.task: {"mean": e.mean.mean, "low": e.mean.low, "high": e.mean.high} for e in evaluations}
         mean = sum(e.mean.mean for e in evaluations) / len(evaluations)
         self.progress.evals.append({"step": step, "mean": mean, "sets": sets})
         return row | ({"eval/mean": mean} if len(evaluations) > 1 else {})
-
-    def _starvation(self) -> str:
-        return (
-            f"ended after step {self.progress.step}: for {MAX_STARVED} steps no group had "
-            f"{UNEQUAL[self.collector.signal]}, so there is nothing to learn. If all are solved the task is done; if "
-            "none are, it is too hard for this model: try easier problems, more rollout.samples or a higher "
-            "rollout.temperature"
-        )
 
     # ---- checkpoints, summary, report --------------------------------------------------------------------------------
 
     def save(self, logs: RunLogs) -> None:
         """Written by the first rank, to which the others send what they have. What is in it: state.py."""
         if self.config.checkpoint.keep == 0:
+            self.world.on_rank0(self._check_folder)
             return
         start = time.perf_counter()
         self.view.stage("saving")
@@ -437,15 +427,38 @@ class Trainer:
                 self.policy.save(folder)
 
         logs.sync()
-        root, step, keep = self.folder / "checkpoints", self.progress.step, self.config.checkpoint
-        checkpoint.save(root, step, write_model, tensors, self.state.values())
-        scored = [e for e in self.progress.evals if e["step"] in checkpoint.folders(root)] if keep.best else []
-        checkpoint.prune(root, keep.keep, best_of(scored)["step"] if scored else None, newest=step)
-        write_summary(self.folder, self.summary("running", ""))
+        lost = self.folder.lost()
+        if lost is not None:
+            self.folder.begin_again()
+            write_config(self.config, self.folder.path)
+        root, step, keep = self.folder.fixed() / "checkpoints", self.progress.step, self.config.checkpoint
+        try:
+            values = self.state.values() | {"rows": logs.rows()}
+            checkpoint.save(root, step, write_model, tensors, values, self.folder.run)
+            scored = [e for e in self.progress.evals if e["step"] in checkpoint.folders(root)] if keep.best else []
+            best = best_of(scored)["step"] if scored else None
+            checkpoint.prune(root, keep.keep, best, newest=step, run=self.folder.run)
+        except checkpoint.CheckpointError as error:
+            if self.folder.lost() is None:
+                raise checkpoint.CheckpointError(self.folder.named(str(error))) from error
+            self._write(tensors, logs)  # it was deleted just now
+            return
+        if lost is not None:
+            raise FolderLost(f"{lost}. Step {step} is saved, the metrics are not; {self._resuming}")
+        self._write_summary(self.summary("running", ""))
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        self._check_folder()
+        write_summary(self.folder.path, summary)
+
+    def _check_folder(self) -> None:
+        if (lost := self.folder.lost()) is not None:
+            raise FolderLost(lost)
 
     def summary(self, status: str, message: str) -> dict[str, Any]:
-        about = self.config, self.folder.name, self.task.name, self.problems, self.policy, self.progress
-        return summarise(*about, status, message, self.stop.by)
+        about = self.config, self.folder.path, self.task.name, self.problems, self.policy, self.progress
+        by_time = "minutes" if status == "finished" and self._out_of_time and not self._is_starved else None
+        return summarise(*about, status, message, self.stop.by if status == "stopped" else by_time)
 
     def sync(self) -> None:
         """The engine samples from the trained weights, as they are now."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
+
+from ..console import describe
 
 
 @dataclass
@@ -57,3 +61,15 @@ class Progress:
     def load(cls, state: Mapping[str, Any]) -> Progress:
         values = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # one of an older version has less
         return cls(**values | {"cursor": SamplingPosition(**state["cursor"])})
+
+
+@contextlib.contextmanager
+def read_from(folder: Path) -> Iterator[None]:
+    """Within, what a checkpoint lacks or has in excess is one line."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder} is of another version of rpg: its state.json cannot be read ({describe(error)}); "
+            "resume with that version, or start a new run from its model/"
+        ) from error

@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 
 import torch
 
-from ..console import one_of
+from ..console import first_line, one_of
 from ..distributed.context import QUIET, RunContext
+from ..distributed.ranks import NO_GPU, named_device
 from ..loss.advantages import GROUP_KINDS, Advantage
 from ..loss.clip import Unweighted
 from ..loss.gates import BY_NAME as GATES
@@ -31,7 +32,8 @@ from .collect import PromptTooLong, encode_prompt, prompt_parts
 def make_scorer(config: Config, task: Task) -> Scorer:
     settings = config.task
     _check_template(config)
-    scorer = _scorer(config, make_reward(settings.reward, settings.rewards, task, settings.template), settings.workers)
+    reward = make_reward(settings.reward, settings.rewards, task, settings.template, settings.verifier)
+    scorer = _scorer(config, reward, settings.workers)
     scorer.start()
     return scorer
 
@@ -133,7 +135,8 @@ def _check_context(policy: Policy, longest: int, config: Config) -> None:
     new, context = config.rollout.max_new_tokens, policy.context
     if context is not None and longest + new > context:
         raise ValueError(
-            f"a prompt of {longest} tokens and rollout.max_new_tokens={new} do not fit into the {context} of the model"
+            f"a prompt of {longest} tokens and rollout.max_new_tokens={new} do not fit into the {context} of the "
+            f"model: give --rollout.max_new_tokens {max(1, context - longest)} or less"
         )
 
 
@@ -318,14 +321,16 @@ def make_engine(policy: Policy, config: Config, slots: int, context: RunContext 
 
 
 def pick_device(name: str) -> torch.device:
-    if name != "auto":
-        try:
-            device = torch.device(name)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device {name!r} is not to be had: {str(error).splitlines()[0]}") from error
-        return device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = named_device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(NO_GPU.format(name))
+    try:
+        torch.empty(1, device=device).item()  # which a device without memory (meta) refuses
+    except Exception as error:  # each backend has its own kinds
+        raise ValueError(f"device {name!r} is not to be had: {first_line(error)}") from error
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

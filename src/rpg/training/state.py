@@ -6,21 +6,25 @@ Whoever wrote one, and with however many ranks: it has the same files, and any n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import secrets, trust
 from ..distributed.context import RunContext
 from ..distributed.ranks import World
 from ..distributed.shards import cut, gathered, local
 from ..models.policy import Policy
-from ..run.checkpoint import Checkpoint
+from ..run.checkpoint import Checkpoint, folders, load
 from ..run.config import Config
-from ..run.settings import flat
+from ..run.folder import AUTO, RunFolder, check_free, link_latest, new_id, read_rows
+from ..run.logs import RunLogs, check_trackers, write_whole
+from ..run.settings import flat, to_yaml
+from ..run.view import View
 from .oom_retry import OomRetry
 from .optim import MixedOptimizer, load_optimizer, optimizer_tensors
 from .progress import Progress
@@ -32,6 +36,7 @@ FREE = (
     "steps",
     "minutes",
     "output",
+    "insist",
     "device",
     "log.",
     "eval.",
@@ -58,6 +63,7 @@ class RunState:
     reference: Reference
     oom_retry: OomRetry
     progress: Progress
+    data: dict[str, list[Any]]  # the fingerprint of the task
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Of sharded ones whole copies, on the first rank. All ranks have to call it."""
@@ -80,6 +86,7 @@ class RunState:
             "threads": torch.get_num_threads(),
             "ranks": self.world.size,
             "config": flat(self.config),
+            "data": self.data,
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -98,11 +105,57 @@ class RunState:
             self.oom_retry.load(state["room"])
 
 
+def find_start(config: Config, folder: RunFolder, resume: bool, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to go on from. A folder that cannot be trained in is refused."""
+    path = folder.path
+    if not resume:
+        if config.output != AUTO:
+            check_free(path)
+        return None
+    if not (path / "config.yaml").exists():
+        raise ValueError(f"nothing to resume in {path}: there is no config.yaml")
+    folder.lock()
+    folder.run = folder.marked()
+    newest = load(path / "checkpoints", warn, folder.run)
+    if newest is None and config.checkpoint.keep == 0:
+        raise ValueError(f"nothing to resume in {path}: with checkpoint.keep 0 no checkpoint is written")
+    if newest is None and folders(path / "checkpoints"):
+        raise ValueError(f"no checkpoint in {path} is whole: nothing to resume from (a new run needs a new --output)")
+    return newest
+
+
+def open_logs(config: Config, folder: RunFolder, view: View, resume: bool, start: Checkpoint | None) -> RunLogs:
+    """The run's folder and what is written into it: no mistake up to here."""
+
+    def warn(text: str) -> None:
+        view.message(text, "warning")
+
+    check_trackers(config.log)
+    if not resume:
+        folder.begin(config.algorithm if config.output == AUTO else None)
+    elif not folder.run:
+        folder.mark((start.run if start is not None else "") or new_id())
+    path, every = folder.path, config.checkpoint.every
+    link_latest(path)
+    write_config(config, path)
+    trust.remember(path, config)
+    at = None if not resume else -1 if start is None else start.step
+    logs = RunLogs(path, config.log, path.name, flat(config), resume=at, most=every, warn=warn)
+    if resume:
+        say_what_is_lost(path, start, logs, view)
+        view.history(read_rows(path / "metrics.jsonl", []))
+    return logs
+
+
+def write_config(config: Config, folder: Path) -> None:
+    write_whole(folder / "config.yaml", to_yaml(replace(config, output=str(folder))))
+
+
 def check_settings(config: Config, checkpoint: Checkpoint, context: RunContext) -> None:
     """What a run is made of cannot change on the way."""
     defaults, now = _as_json(flat(Config())), _as_json(flat(config))
     then = defaults | checkpoint.state["config"]  # a setting that is newer than the checkpoint had its default
-    keys = {key for key in (*then, *now) if not key.startswith(FREE)}
+    keys = {key for key in (*then, *now) if not key.startswith(FREE) and not secrets.named(key)}
     if now["reference.model"] == checkpoint.state.get("reference", {}).get("teacher"):  # in place of its run
         keys.discard("reference.model")
     if changed := sorted(key for key in keys if then.get(key) != now.get(key)):
@@ -119,6 +172,39 @@ def check_settings(config: Config, checkpoint: Checkpoint, context: RunContext) 
         if before != number:
             text = f"the checkpoint was made with {before} {what}, this is {number}"
             context.warn(f"{text}: results will differ in the last bits")
+
+
+def check_data(config: Config, checkpoint: Checkpoint, data: Mapping[str, list[Any]]) -> None:
+    """The problems are those that the run began with."""
+    for name, then in checkpoint.state.get("data", data).items():
+        now = data.get(name)
+        if now != then:
+            which = f"test set {name!r}" if name else "problems to train on"
+            told = f"{then[0]} then, {now[0]} now" if now and now[0] != then[0] else f"{then[0]}, and others now"
+            raise ValueError(
+                f"cannot resume {Path(config.output)}: the data of {config.task.name} has changed since: {which} "
+                f"({told}). Put it back as it was, or begin a new run from the weights: "
+                f"--model {checkpoint.model_folder}"
+            )
+
+
+def say_what_is_lost(folder: Path, start: Checkpoint | None, logs: RunLogs, view: View) -> None:
+    """Of a run that is resumed: steps that are done again, and rows that its files had and have no more."""
+    if start is None:
+        text, step = f"{folder} has no checkpoint: starting from the beginning", 0
+    else:
+        text, step = f"resumed from step {start.step} ({start.folder})", start.step
+    if logs.logged > step:
+        again = f"step {step + 1} is" if logs.logged == step + 1 else f"steps {step + 1} to {logs.logged} are"
+        text += f"; {again} done again"
+    if logs.aside:
+        text += f", as there is no later checkpoint; what they had written is kept in {' and '.join(logs.aside)}"
+    view.message(text, "warning" if start is None or logs.aside else "info")
+    before = {} if start is None else start.state.get("rows", {})
+    for name, rows in logs.rows().items():
+        if rows < before.get(name, 0):
+            text = f"{name} has {rows} of the {before[name]} rows that it had at step {step}: the others are lost"
+            view.message(text, "warning")
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .progress import Progress
 
 def summarise(
     config: Config,
-    name: str,
+    folder: Path,
     task: str,
     sets: Iterable[str],
     policy: Policy,
@@ -28,9 +29,10 @@ def summarise(
     message: str,
     stopped_by: str | None,
 ) -> dict[str, Any]:
-    """``name`` is the run's; ``sets`` are those that it is evaluated on."""
+    """``folder`` is the run's; ``sets`` are those that it is evaluated on; ``stopped_by``: a signal, or its minutes."""
     summary: dict[str, Any] = {
-        "name": name,
+        "name": folder.name,
+        "folder": str(folder),
         "algorithm": config.algorithm,
         "model": config.model,
         "parameters": sum(p.numel() for p in policy.model.parameters()),
@@ -41,7 +43,7 @@ def summarise(
         "step": progress.step,
         "status": status,
         "message": message,
-        "stopped_by": stopped_by if status == "stopped" else None,
+        "stopped_by": stopped_by,
         "started": progress.started,
         "seconds": progress.total_seconds(),
         "tokens_total": progress.tokens_total,
@@ -91,3 +93,12 @@ def gpu_peak_memory_gb(device: torch.device) -> float | None:
 def memory_metrics(device: torch.device) -> dict[str, float]:
     on_gpu = gpu_peak_memory_gb(device)
     return {"memory/peak_gb": peak_memory_gb()} | ({} if on_gpu is None else {"memory/gpu_peak_gb": on_gpu})
+
+
+def starvation(steps: int, unequal: str, failed: str | None) -> str:
+    """Why a run without a signal ends; ``failed`` is what is wrong with the reward functions, if anything is."""
+    why = failed or (
+        "If all are solved the task is done; if none are, it is too hard for this model: try easier problems, more "
+        "rollout.samples or a higher rollout.temperature"
+    )
+    return f"for {steps} steps no group had {unequal}, so there is nothing to learn. {why}"

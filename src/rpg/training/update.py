@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..loss.objective import at_level
 from ..loss.policy_loss import PolicyLoss
 from ..models.policy import Policy, Scored
 from ..run.config import Config
+from ..run.folder import RunFolder
 from ..run.seeds import permutation
 from .batch import Batch, rank_micro_batches
 from .old_logp import engine_mismatch
@@ -29,6 +31,8 @@ from .progress import Progress
 
 LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # the largest counts; of the others the mean
 NO_MEAN = ("tokens", "sequences")
+BAD = re.compile(r"step-(\d+)-(\d+)\.safetensors")
+BAD_ENDS, BAD_BYTES = 4, 100 * 2**20  # batches kept from the first, and from the last; bytes of each
 
 
 class Means:
@@ -72,7 +76,7 @@ class Updater:
         method: Method,
         policy: Policy,
         optimizer: MixedOptimizer,
-        folder: Path,
+        folder: RunFolder,
         progress: Progress | None = None,
         oom_retry: OomRetry | None = None,
         context: RunContext = QUIET,
@@ -301,14 +305,29 @@ class Updater:
 
         if not self.world.first:
             return
-        folder = self.folder / "bad"
+        if self.folder.lost() is not None:  # the loop will say so
+            return
+        folder = self.folder.path / "bad"
         path = folder / f"step-{step:06d}-{minibatch}"
+        size = sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor))
+        if size > BAD_BYTES:
+            batch = batch.rows(torch.arange(max(1, len(batch.ids_BL) * BAD_BYTES // size)))
         tensors = {name: value.contiguous() for name, value in vars(batch).items() if isinstance(value, Tensor)}
         about: dict[str, Any] = {"step": step, "loss": repr(loss), "grad_norm": repr(norm)}
         about["texts"] = [self.policy.decode(row[row != self.policy.tokenizer.pad_token_id]) for row in batch.ids_BL]
         folder.mkdir(exist_ok=True)
         save_file(tensors, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        forget_the_middle(folder)
         self.context.warn(
             f"step {step}: loss {loss}, gradient norm {norm}: optimiser step skipped, its batch is {path}.safetensors"
         )
+
+
+def forget_the_middle(folder: Path) -> None:
+    """The first batches that went wrong stay, and the last ones: a run that goes wrong for days fills no disk."""
+    places = [(BAD.fullmatch(path.name), path) for path in folder.iterdir()]
+    found = sorted((int(match[1]), int(match[2]), path) for match, path in places if match)
+    for _, _, path in found[BAD_ENDS:-BAD_ENDS]:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .judge import Verdict, verdict, verify, verify_reward
+from .judge import Verdict, lenient_reward, verdict, verify, verify_reward
 
-__all__ = ["Verdict", "verdict", "verify", "verify_reward"]
+__all__ = ["Verdict", "lenient_reward", "verdict", "verify", "verify_reward"]

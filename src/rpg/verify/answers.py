@@ -7,9 +7,10 @@ Forms, of which the last one in the text counts:
     <answer>x</answer>        the last one that is closed
     Answer: x                 on a line of its own, with nothing after it but x (also "Final answer: …", "答案：x")
 
-Only where there is none of these: "… the answer is x" at the very end, on one line. After ``</think>`` only what
-follows counts, even if nothing does: an answer that was only thought of was not given. ``<think>`` that is never closed
-is a response that was cut off: no answer.
+Only where there is none of these: "… so the answer is x" at the very end, on one line. What may stand before it in its
+sentence is a list of what is right ("we conclude that", …): "I doubt that the answer is x" is no answer. After
+``</think>`` only what follows counts, even if nothing does: an answer that was only thought of was not given.
+``<think>`` that is never closed is a response that was cut off: no answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,19 @@ SAID = re.compile(r"(?<![A-Za-z</])answer(?![A-Za-z])|答案", re.IGNORECASE)
 AFTER_SAID = re.compile(r"[\s:：=*_`]*+(?:is(?![A-Za-z])|[是为])?[\s:：=*_`]*+", re.IGNORECASE)
 BEFORE_SAID = re.compile(r"[\s*_#>-]*+(?:the\s+)?+(?:final\s+)?+", re.IGNORECASE)
 BETWEEN = re.compile(r"[\s:：*_]*(?:(?:so|thus|hence)\W+)?(?:the\s+)?(?:final\s+)?", re.IGNORECASE)
+SENTENCE = re.compile(r"[.!?](?=\s|$)|[。！？]|\n\s*+(?![a-z])|\n[ \t]*+\n")
+CLAUSE = re.compile(r"[.,;:!?，；：]|\b(?:and|(so|thus|hence|therefore|then|finally|consequently))\b", re.IGNORECASE)
+LEADS = """
+in conclusion summary we i it this that which means shows tells us gives is get have find found know see believe think
+conclude follows the a my our final correct right required desired overall numerical exact now as result can say hope
+"""
+LEADING = frozenset(LEADS.split())
+LEADING_CHINESE = re.compile(r"(?:所以|因此|因而|故|则|综上|最终|最后|正确|本题|这道题|题目|的|[\s*_])*+")
+DOUBT = re.compile(
+    r"\b(?:doubt|not|never|wrong|false|unless|whether|deny|denies|unlikely|incorrect|if|nobody|refuse|mistaken)\b|n['’]t\b",
+    re.IGNORECASE,
+)
+LATIN_WORD = re.compile(r"[^\W\d_]+|[0-9]+|[^\w\s*_>#`$\\-]")
 DISPLAY = re.compile(r"(?:\\\[|\$\$)\s*+([^\n]*+)\n\s*+(?:\\\]|\$\$)\.?")  # a formula on lines of its own
 HEADING = re.compile(r"[*_\s]*+(?:[0-9]++[.):]\s++)?+[*_]*+[^\W\d_]")
 HOPE = re.compile(r"\.?\s*I hope (?:it|this) is correct\.?", re.IGNORECASE)  # Minerva's prompt ends its answers so
@@ -119,7 +133,19 @@ def said_answer(text: str) -> tuple[int, str, bool] | None:
         heading = "#" in tail[line:first] and "\n" in after.group()  # "#### Final answer", and x below it
         if BEFORE_SAID.fullmatch(tail, line, first) and (heading or ":" in after.group() or "：" in after.group()):
             return start + first, what, True
-    return None if first is None else (start + first, what, False)
+    return None if first is None or not asserted(tail[:first]) else (start + first, what, False)
+
+
+def asserted(before: str) -> bool:
+    """Whether what stands before "answer" in its sentence leads to it, and does not take it back."""
+    sentence = SENTENCE.split(before)[-1]
+    cut = max(CLAUSE.finditer(sentence), key=re.Match.start, default=None)
+    clause = sentence[cut.end() if cut else 0 :]
+    if not LEADING_CHINESE.fullmatch(clause):
+        words = LATIN_WORD.findall(clause.lower())
+        if not LEADING.issuperset(words) or words[:1] in (["that"], ["is"]):
+            return False
+    return bool(cut and cut[1]) or not DOUBT.search(sentence)
 
 
 def unmarked(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import partial
 
-from .notation import END, SET, TES, WORD, bare, clean, number
+from .notation import END, SET, TES, WORD, bare, clean, divided, number
 from .reals import FLIP, REALS, Reals, real_set
 from .structure import (
     LABEL,
@@ -76,7 +76,7 @@ def compare(given: str, wanted: str, leaf: Leaf | None = None) -> bool | None:
     if same_text(given, wanted):
         return True
     if (y := number(wanted)) is not None and (x := number(given)) is not None:
-        return x == y
+        return x == y and (divided(wanted) or not divided(given))
     wanted, given = (unwrapped(text) for text in (wanted, given))
     if not bare(given) or not bare(wanted):
         return False
@@ -150,11 +150,12 @@ def compare_leaves(given: str, wanted: str, leaf: Leaf | None) -> bool | None:
         return False
     x, y = number(a.core), number(b.core)
     if y is not None:
-        return x is not None and same_number(x, a.unit, y, b.unit)
+        return x is not None and same_number(x, a.unit, y, b.unit) and (divided(b.core) or not divided(a.core))
     if ":" in b.core:
         left, right = a.core.split(":"), b.core.split(":")
         return len(left) == len(right) and all(
-            number(p) is not None and number(p) == number(q) for p, q in zip(left, right, strict=True)
+            number(p) is not None and number(p) == number(q) and not divided(p)
+            for p, q in zip(left, right, strict=True)
         )
     if is_text(b.core) or is_text(a.core):
         return same_text(a.core, b.core)
@@ -175,9 +176,10 @@ def unknowns(text: str) -> set[str]:
 
 
 def same_number(given: Fraction, unit: str, wanted: Fraction, wanted_unit: str) -> bool:
-    """A percentage is a hundredth of its number; but where a percentage was asked for, its sign may be left out."""
+    """5% is 0.05, or 5 where the truth is one or more: then it was asked for in per cent. The truth's sign may be left
+    out."""
     if unit == "%" and wanted_unit == "":
-        return given / 100 == wanted or (given == wanted and abs(wanted) >= 1)
+        return given == wanted if abs(wanted) >= 1 else given / 100 == wanted
     if unit == "" and wanted_unit == "%":
         return given in (wanted, wanted / 100)
     return given == wanted
@@ -278,7 +280,8 @@ def compare_lists(given: list[str], wanted: list[str], as_set: bool, leaf: Leaf 
         if len(unknown) > 1:  # their order is that of the question
             if len(given) != len(wanted) or any(names[1]):
                 return False
-            return every(again(g, w) for g, w in zip(values[0], wanted, strict=True))
+            in_order = [value for _, value in sorted(marks[0], key=lambda mark: mark[0])]
+            return every(again(g, w) for g, w in zip(in_order, wanted, strict=True))
     if all(names[1]) or not any(names[1]):
         given, wanted = values[0], values[1]
     if as_set:
@@ -318,11 +321,11 @@ def compare_relations(given: str, wanted: str, leaf: Leaf | None) -> bool | None
                 return True if both else leaf(" ".join(a), " ".join(b), "<") if leaf is not None else None
         return False
     if len(b) == 1:
-        return again(value_of(a), wanted) if solved(a[0], wanted) and consistent(a) else False
+        return again(value_of(a), wanted) if solved(a[0], wanted) and consistent(a) and in_order(a[0]) else False
     named = LABEL.fullmatch(b[0]) is not None
     if len(a) == 1:
         if named:
-            return again(given, b[-1])
+            return again(given, b[-1]) if in_order(b[0]) else False
         constants = [part for part in b[::2] if number(measured(part).core) is not None]
         return any(again(given, part) for part in constants) if len(constants) == len(b[::2]) else False
     if named and same_text(a[-1], b[0]) and len(a) == 3:
@@ -340,6 +343,12 @@ def solved(part: str, wanted: str) -> bool:
         return True
     symbols = set(COMMAND.findall(part)) & GREEK | set(SYMBOL.findall(COMMAND.sub(" ", part)))
     return len(symbols - {"e", "i"}) != 1 or unknowns(part) <= unknowns(wanted)
+
+
+def in_order(label: str) -> bool:
+    """(x, y) and not (y, x), as a name for a point that was asked for without one."""
+    letters = [letter.strip() for letter in label.strip("() ").split(",")]
+    return letters == sorted(letters)
 
 
 def value_of(chain: list[str]) -> str:

@@ -3,6 +3,8 @@
 First without evaluating anything: text, exact rational numbers, and structures of these, in linear time and in this
 process. Only what that cannot decide (surds, polynomials, equations) goes to sympy: in a worker process with limits of
 time and memory, which is started when first needed; or right here if this is such a process already.
+
+``lenient`` asks math-verify instead, for evaluations that are compared with its figures.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from ..rewards import worker
 from ..rewards.scoring import Scorer
 from .answers import final_answer, marked_answer
 from .compare import same
-from .mathematics import equal, load, refusal
+from .mathematics import by_math_verify, equal, load, refusal
 
 LONG = 600  # characters; below the least limit that Python can have on the digits of an int
 SECONDS = 2.0  # for one comparison
 HARD = 4.0  # for a worker that a call in C keeps from looking at the clock
 MEMORY_GB = 1.0
 PLAIN = re.compile(r"([-+]?)(?:\\?\$)?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.([0-9]*))?")
+LENIENT = "lenient"
 EQUAL, DIFFERENT, UNKNOWN, LATE = 1.0, 0.0, -1.0, -2.0
 
 
@@ -47,12 +50,13 @@ class _GaveUp(Exception):
     """Passes by the cache."""
 
 
-def verify(response: str, truth: str) -> bool:
+def verify(response: str, truth: str, lenient: bool = False) -> bool:
     r"""True if the final answer of the response equals the truth. Never raises, whatever the two are.
 
     Where the final answer is: answers.py. The truth may be written as one, too (``… #### 42``, ``\boxed{42}``).
+    ``lenient``: math-verify's verdict on the whole response, whatever the rules here say.
     """
-    return verdict(response, truth).right
+    return verdict(response, truth, lenient).right
 
 
 def verify_reward(response: str, answer: str, prompt: str) -> float:
@@ -60,15 +64,40 @@ def verify_reward(response: str, answer: str, prompt: str) -> float:
     return float(verify(response, answer))
 
 
-def verdict(response: str, truth: str) -> Verdict:
+def lenient_reward(response: str, answer: str, prompt: str) -> float:
+    """1 where math-verify takes the response for right."""
+    return float(verify(response, answer, lenient=True))
+
+
+def verdict(response: str, truth: str, lenient: bool = False) -> Verdict:
     """The same with a reason: "same number", "no final answer", "gave up after 2 s", …"""
     if not isinstance(response, str) or not isinstance(truth, str):
         return Verdict(False, "not text")
+    marked = marked_answer(truth)
+    wanted = (truth if marked is None else marked[1]).strip()
+    try:
+        return judged_leniently(response, wanted) if lenient else judged_strictly(response, wanted)
+    except _GaveUp as error:
+        return Verdict(False, f"gave up {error}")
+    except Exception as error:  # no worker can be had, say: that is not the answer's fault, and not remembered
+        text = f"could not be worked out: {type(error).__name__}: {error}"
+        with contextlib.suppress(Warning):  # even where warnings are errors
+            warnings.warn(f"verify: {text}; such answers count as wrong", RuntimeWarning, stacklevel=2)
+        return Verdict(False, text)
+
+
+def judged_leniently(response: str, wanted: str) -> Verdict:
+    outcome = worked_out(response, wanted, LENIENT)
+    if outcome == LATE:
+        raise _GaveUp(f"after {SECONDS:g} s")
+    return Verdict(outcome == EQUAL, "equal for math-verify" if outcome == EQUAL else "different for math-verify")
+
+
+def judged_strictly(response: str, wanted: str) -> Verdict:
     given = final_answer(response)
     if given is None:
         return Verdict(False, "no final answer")
-    marked = marked_answer(truth)
-    given, wanted = given.strip(), (truth if marked is None else marked[1]).strip()
+    given = given.strip()
     if not wanted.strip(".$"):
         return Verdict(False, "the truth is empty")
     if not given.strip(".$ "):
@@ -82,15 +111,7 @@ def verdict(response: str, truth: str) -> Verdict:
         return Verdict(x == y, "same number" if x == y else "another number")
     if not (legible(given) and legible(wanted)):
         return Verdict(False, "different, with characters that cannot be seen")
-    try:
-        return judged(given, wanted)
-    except _GaveUp as error:
-        return Verdict(False, f"gave up {error}")
-    except Exception as error:  # no worker can be had, say: that is not the answer's fault, and not remembered
-        text = f"could not be worked out: {type(error).__name__}: {error}"
-        with contextlib.suppress(Warning):  # even where warnings are errors
-            warnings.warn(f"verify: {text}; such answers count as wrong", RuntimeWarning, stacklevel=2)
-        return Verdict(False, text)
+    return judged(given, wanted)
 
 
 def plain_number(text: str) -> Fraction | int | None:
@@ -138,18 +159,16 @@ class _TimeUp(BaseException):
     """Not an Exception: sympy catches those."""
 
 
-def worked_out(given: str, wanted: str) -> float:
-    if worker.inside_worker:
-        return compared(given, wanted)
-    return _ask(given, wanted)
+def worked_out(given: str, wanted: str, by: str = "") -> float:
+    return compared(given, wanted, by) if worker.inside_worker else _ask(given, wanted, by)
 
 
-def compared(given: str, wanted: str, prompt: str = "") -> float:
+def compared(given: str, wanted: str, by: str = "") -> float:
     """In a process that something else ends if this does not return."""
     load()
     try:
         with _limited(SECONDS):
-            equals = equal(given, wanted)
+            equals = by_math_verify(given, wanted) if by == LENIENT else equal(given, wanted)
     except _TimeUp:
         return LATE
     except (MemoryError, RecursionError):
@@ -190,13 +209,13 @@ _lock = threading.Lock()
 _scorer: Scorer | None = None
 
 
-def _ask(given: str, wanted: str) -> float:
+def _ask(given: str, wanted: str, by: str = "") -> float:
     global _scorer
     with _lock:
         if _scorer is None or not _scorer._finalizer.alive:  # closed by an exit handler that came before this call
             _scorer = Scorer(compared, workers=1, timeout=HARD, memory_gb=MEMORY_GB, on_error=LATE)
     for _ in range(2):  # a worker may be killed for what others have done: once more
-        scores = _scorer.score([(given, wanted, "")])
+        scores = _scorer.score([(given, wanted, by)])
         if not scores.failures["raised"]:
             return float(scores.values[0])
     raise _GaveUp(f"as the worker died twice ({scores.messages[0]})")

@@ -28,8 +28,15 @@ UNIT_LETTER = re.compile(r"\s*[mgshlLNJVW]\s*")  # after a number, in upright le
 COMMAND = re.compile(r"\\[A-Za-z]+")
 THOUSANDS = re.compile(r"(?<=[0-9])\s*(?:\{\s*,\s*\}|,\s*\\!\s*)(?=[0-9]{3}(?![0-9]))")
 ARGUMENT = re.compile(
-    r"(\\frac)\s*([0-9A-Za-z])|(\\(?:sqrt|mathbb|pmod))\s*([0-9A-Za-z])|(\\(?:frac|sqrt))\s+(?=[{\[\\])"
+    r"(\\(?:frac|binom))\s*([0-9A-Za-z])|(\\(?:sqrt|mathbb|pmod))\s*([0-9A-Za-z])"
+    r"|(\\(?:frac|binom|sqrt))\s+(?=[{\[\\])"
 )
+TWO_ARGUMENTS = re.compile(r"\\(?:frac|binom)\{")
+INFINITY = re.compile(r"(?<![A-Za-z\\])infinity(?![A-Za-z])", re.IGNORECASE)
+OPERATOR_NAMES = """
+sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh log ln exp gcd lcm
+"""
+OPERATORS = frozenset(OPERATOR_NAMES.split())
 DIGIT_OR_CLOSED = tuple("0123456789})")
 COUNTED = re.compile(r"\s*([-+]?[0-9][0-9.,]*)\s+([A-Za-z][A-Za-z ]*)")
 SPACE = re.compile(r"\s+")
@@ -53,11 +60,11 @@ SPELLED = {
     r"\rvert": "|", r"\vert": "|", r"\mid": "|", r"\vee": " or ", r"\lor": " or ", r"\wedge": " and ",
     r"\land": " and ", r"\Rightarrow": " ", r"\implies": " ", r"\simeq": r"\approx", r"\div": "/",
     r"\smallsetminus": r"\setminus", r"\backslash": r"\setminus", r"\euro": "€", r"\pounds": "£", r"\dots": "...",
-    r"\ldots": "...", r"\cdots": "...",
+    r"\ldots": "...", r"\cdots": "...", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
 }  # fmt: skip
 
 DECIMAL = re.compile(r"([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]*)(?:\\(?:overline|bar)\{([0-9]+)\})?)?")
-EXPONENT = re.compile(r"(?<=[0-9.])(?:e|(?:\\times|\\cdot|\*)10\^)(\{?)([+-]?[0-9]{1,3})(\}?)")
+EXPONENT = re.compile(r"(?:(?<=[0-9.])e|^10\^|(?<=[0-9.])(?:\\times|\\cdot|\*)10\^)(\{?)([+-]?[0-9]{1,3})(\}?)")
 LIST = re.compile(r",\s")
 MIXED = re.compile(r"([0-9]+)\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+) ([0-9]+)/([0-9]+)")
 OVER = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}|([^/]*)/([^/]*)")
@@ -85,8 +92,8 @@ def clean(text: str) -> str:
         text, count = WRAPPER.subn(word, text)
         if not count:
             break
-    text = ARGUMENT.sub(argument, text)
-    text = fractions(text)
+    text = INFINITY.sub(r"\\infty ", text)
+    text = braced(ARGUMENT.sub(argument, text))
     return ended(SPACE.sub(" ", text).strip()).lstrip("=").strip()
 
 
@@ -99,6 +106,10 @@ def ended(text: str) -> str:
 def word(match: re.Match[str]) -> str:
     """Marked as a word if it has two letters or more; a lone letter is a symbol, digits are digits."""
     inside = match.group(1).replace(WORD, "").replace(END, "")
+    if inside.strip() in OPERATORS:
+        return f"\\{inside.strip()} "
+    if INFINITY.fullmatch(inside.strip()):
+        return r"\infty "
     if match.group().startswith((r"\boxed", r"\fbox")):
         return match.group(1)
     upright = match.group().startswith((r"\text{", r"\mathrm", r"\textrm", r"\mbox"))
@@ -117,18 +128,18 @@ def argument(match: re.Match[str]) -> str:
     return e or f"{a or c}{{{b or d}}}"
 
 
-def fractions(text: str) -> str:
-    r"""\frac{a}b and \frac{a} {b} as \frac{a}{b}."""
-    at = text.find("\\frac{")
-    while at >= 0:
-        end = closing(text, at + 5)
+def braced(text: str) -> str:
+    r"""\frac{a}b and \frac{a} {b} as \frac{a}{b}, \binom{n}2 as \binom{n}{2}."""
+    opened = TWO_ARGUMENTS.search(text)
+    while opened is not None:
+        end = closing(text, opened.end() - 1)
         if end < 0:
             break
         rest = text[end + 1 :].lstrip(" ")
         if rest[:1].isalnum():
             rest = "{" + rest[0] + "}" + rest[1:]
         text = text[: end + 1] + rest
-        at = text.find("\\frac{", at + 5)
+        opened = TWO_ARGUMENTS.search(text, opened.end())
     return text
 
 
@@ -189,13 +200,19 @@ def number(text: str) -> Fraction | None:
     return sign * top_ / bottom_ if top_ is not None and bottom_ else None
 
 
+def divided(text: str) -> bool:
+    """10/2: a whole number that is still to be worked out. 10/4 is a number in a usual notation."""
+    value = number(text) if "/" in text or "\\frac" in text else None
+    return value is not None and value.denominator == 1
+
+
 def scientific(text: str) -> Fraction | None:
     """Without a sign: a decimal, or one times a power of ten."""
     text = text.replace(" ", "") if "10^" in text else text
     power = EXPONENT.search(text.lower())
     if power is None or power.end() != len(text) or bool(power[1]) != bool(power[3]):
         return decimal(text)
-    value = decimal(text[: power.start()])
+    value = decimal(text[: power.start()] or "1")
     return None if value is None else value * Fraction(10) ** int(power[2])
 
 

@@ -1,11 +1,17 @@
-"""The unit at the end of an answer: 5 cm, \\$5, 50%, 90^\\circ. A unit may be left out; a different one is wrong."""
+"""The unit at the end of an answer: 5 cm, \\$5, 50%, 90^\\circ. A unit may be left out; a different one is wrong.
+
+Units and nouns are those of a list (here and in nouns.py). Words that are not in it are part of the answer: they may
+not be left out, and the truth must have the same. Words like million multiply.
+"""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import NamedTuple
 
-from .notation import END, WORD
+from .notation import END, WORD, number
+from .nouns import ADJECTIVES, NOUNS, singular
 
 SYNONYMS = {
     "$": "dollar buck usd", "€": "euro eur", "£": "gbp", "¥": "yen", "cent": "¢ penny pennies",
@@ -22,17 +28,19 @@ CURRENCIES = "$€£¥"
 LETTERS = frozenset("NJVW")  # units only in upright letters, \text{N}: elsewhere they are symbols
 RATES = {"km/h": "kmh", "mi/h": "mph"}
 NAMES = {word: name for name, words in SYNONYMS.items() for word in (name, *words.split())}
-# these change the value, or say that there is more than one, or none
-NO_UNIT = """
-one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety
-hundred thousand million billion trillion dozen score half third quarter twice times over plus minus or and to not no
-tens hundreds thousands millions billions trillions dozens halves thirds fourths fifths sixths sevenths eighths ninths
-tenths hundredths thousandths below zero wrong false incorrect
-between about around approximately nearly roughly than least most remainder choose factorial squared cubed root pi
-infinity infinite base mod modulo if when for where all any except maybe either double triple negative by because since
-is are was k bn mn
-"""
-NOT_UNITS = frozenset(NO_UNIT.split())
+SCALES = {
+    "hundred": 2,
+    "thousand": 3,
+    "lakh": 5,
+    "million": 6,
+    "crore": 7,
+    "billion": 9,
+    "trillion": 12,
+    "quadrillion": 15,
+    "quintillion": 18,
+}  # powers of ten
+TIMES = {"dozen": Fraction(12), **{word: Fraction(10**power) for word, power in SCALES.items()}}
+ALONE = frozenset(("square", "cube", "root"))  # as the last word these say what to do with the number
 WORDS = re.compile(r"[A-Za-z¢.'/ -]+")
 TRAILING = re.compile(
     rf"(?P<core>.*?[0-9.}})%]|.*?(?={WORD}))(?P<gap>\s*)"
@@ -42,6 +50,10 @@ TRAILING = re.compile(
 )
 DEGREES = re.compile(r"(.*[0-9})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*([FC]?)", re.DOTALL)
 FUNCTION = re.compile(r"sin|cos|tan|cot|sec|csc|log|ln")
+
+
+LISTED = frozenset((*SYNONYMS, *NOUNS, *ADJECTIVES, *RATES.values()))
+UNKNOWN = "?"  # before words that are no unit
 
 
 class Measured(NamedTuple):
@@ -55,8 +67,8 @@ def measured(text: str) -> Measured:
         for start in (sign, "-" + sign, sign + " ", "+" + sign):
             if text.startswith(start):
                 core, unit = measured(text[len(start) :])
-                if unit in SYNONYMS and unit != sign:
-                    return Measured(text, "")  # \$5 cents
+                if unit.startswith(UNKNOWN) or (unit in SYNONYMS and unit != sign):
+                    return Measured(text, "")  # \\$5 cents
                 per = "/" + unit.removeprefix("per ") if unit.startswith("per ") else ""
                 return Measured((start[0] if start[0] in "-+" else "") + core, sign + per)
     if text[-1:] in ("%", "$", "€"):
@@ -65,39 +77,54 @@ def measured(text: str) -> Measured:
     if degrees is not None and not FUNCTION.search(text):
         return Measured(degrees[1], f"deg {degrees[2]}".strip())
     trailing = TRAILING.fullmatch(text)
-    if trailing is None:
+    if trailing is None or not trailing["core"].strip():
         return Measured(text, "")
     marked = trailing["marked"] is not None
-    noun = trailing["marked"] if marked else trailing["plain"]
-    unit = noun.strip() if marked and noun.strip() in LETTERS else canonical(noun, marked or bool(trailing["gap"]))
-    if not unit or not trailing["core"].strip():
-        return Measured(text, "")
-    return Measured(trailing["core"], unit + (trailing["p1"] or trailing["p2"] or ""))
+    noun = (trailing["marked"] if marked else trailing["plain"]).strip()
+    core, noun = multiplied(trailing["core"], noun) if marked or trailing["gap"] else (trailing["core"], noun)
+    if not noun:
+        return Measured(core, "")
+    unit = noun if marked and noun in LETTERS else canonical(noun, marked, marked or bool(trailing["gap"]))
+    return Measured(core, unit + (trailing["p1"] or trailing["p2"] or "")) if unit else Measured(text, "")
 
 
-def canonical(words: str, free: bool) -> str:
-    """One name for a unit; "" if these are not the words of one. ``free``: set apart, so it may be any noun."""
-    parts = [part.replace(".", "") for part in re.split(r"[\s-]+", words.strip().lower()) if part.strip(".")]
-    if not 1 <= len(parts) <= 4 or not WORDS.fullmatch(words) or not NOT_UNITS.isdisjoint(parts):
-        return ""
+def multiplied(core: str, words: str) -> tuple[str, str]:
+    """("5000000", "dollars") of ("5", "million dollars")."""
+    first, _, rest = words.partition(" ")
+    while (scale := TIMES.get(first.lower())) is not None and (value := number(core)) is not None:
+        core, words = str(value * scale), rest.strip()
+        first, _, rest = words.partition(" ")
+    return core, words
+
+
+def canonical(words: str, marked: bool, apart: bool) -> str:
+    """One name for a unit; "?…" of words that are not in the list; "" where they may be symbols: 5 x, 5xy."""
+    parts = [part.replace(".", "") for part in re.split(r"[\s-]+", words.lower()) if part.strip(".")]
+    if not parts or (not apart and (len(parts) > 1 or len(words) == 1)):
+        return ""  # nor is 5m a measurement
     power = ""
     if parts[0] in ("square", "sq", "cubic", "cu") and len(parts) > 1:
         power = "2" if parts[0][0] == "s" else "3"
         parts = parts[1:]
     names = [name(part) for part in parts]
-    if len(names) == 1 and parts[0] not in NAMES and names[0] not in SYNONYMS and (not free or len(parts[0]) < 3):
-        return ""  # 5 x is no measurement
-    if not free and len(words) == 1:
-        return ""  # nor is 5m
-    if not free and len(names) > 1:
-        return ""
-    whole = " ".join(names)
-    return RATES.get(whole.replace(" per ", "/"), whole) + power
+    if len(parts) == 1 and len(parts[0]) < 3 and parts[0] not in NAMES and names[0] not in SYNONYMS:
+        return UNKNOWN + words if marked else ""
+    attached = apart or parts[0].partition("/")[0] in NAMES  # 5cm, 18km/h; not 5eggs
+    if attached and len(parts) <= 4 and parts[-1] not in ALONE and all(known(one) for one in names):
+        whole = " ".join(names)
+        return RATES.get(whole.replace(" per ", "/"), whole) + power
+    return UNKNOWN + " ".join(words.lower().split()) if marked or max(map(len, parts)) > 3 else ""
+
+
+def known(word: str) -> bool:
+    return all(part in LISTED for part in word.split("/"))
 
 
 def agree(a: str, b: str) -> bool:
     """The same unit, or one is left out; of degrees the scale, of a price what it is per."""
     short, long = sorted((a, b), key=len)
+    if long.startswith(UNKNOWN):
+        return short == long
     return short in ("", long) or (short in ("deg", *CURRENCIES) and long.startswith((f"{short} ", f"{short}/")))
 
 
@@ -106,4 +133,4 @@ def name(word: str) -> str:
         rate = "/".join(name(part) for part in word.split("/"))
         return RATES.get(rate, rate)
     single = word if word in NAMES or len(word) < 4 or not word.endswith("s") else word[:-1]
-    return NAMES.get(word, NAMES.get(single, single))
+    return NAMES.get(word) or NAMES.get(single) or singular(word)

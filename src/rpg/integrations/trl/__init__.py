@@ -2,12 +2,13 @@
 
 from importlib.metadata import PackageNotFoundError
 
+from ...console import install
 from ..versions import check_version
 
 try:
     check_version("trl")
 except PackageNotFoundError:
-    raise ImportError("rpg.integrations.trl needs the package trl: pip install 'rpg-rl[trl]'") from None
+    raise ImportError(f"rpg.integrations.trl needs the package trl: {install('rpg-rl[trl]')}") from None
 
 from .config import RPGConfig
 from .trainer import RPGTrainer

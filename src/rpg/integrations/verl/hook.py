@@ -26,7 +26,7 @@ from . import metrics, reference
 from .advantages import OPTIONS_KEY
 from .checks import check_names, check_run, refuse_options
 from .losses import GIVEN, Extra, handing_on, loss_settings, settings_of
-from .settings import PREFIX, Settings
+from .settings import PREFIX, Settings, wanted
 
 OURS: set[str] = set()  # the loss_modes that are ours; the plugin fills it
 DEFINED_IN = ("verl.workers.config.actor", "verl.trainer.config.algorithm")  # what is subclassed here stays there
@@ -96,11 +96,22 @@ def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss.loss_mode in OURS:
         chosen = settings_of(actor)
+        if _take_advantage(chosen, config):
+            kwargs["use_critic"] = False
         check_run(chosen, config)
         _hand_on_advantage(chosen, config.algorithm)
     else:
         refuse_options(actor.policy_loss)
     _verl_validate(config, *args, **kwargs)
+
+
+def _take_advantage(chosen: Settings, config: Any) -> bool:
+    """The preset's own, where verl's default was left: gae, which is for a critic."""
+    if str(config.algorithm.adv_estimator) != "gae" or config.critic.enable:
+        return False
+    config.algorithm.adv_estimator = wanted(chosen)["algorithm.adv_estimator"]
+    config.critic.enable = False
+    return True
 
 
 def _hand_on_advantage(chosen: Settings, algorithm: Any) -> None:

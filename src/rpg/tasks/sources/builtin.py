@@ -54,6 +54,17 @@ def arithmetic(rng: random.Random) -> Problem:
             return Problem(f"{''.join(terms)}\n", work[0], level)
 
 
+def ask_arithmetic(text: str) -> Problem | None:
+    """``7 + 3*8 - 4``, as somebody writes it, with its answer."""
+    terms = re.sub(r"\s|=\s*$", "", text)
+    if not re.fullmatch(r"\d{1,9}(?:[-+*]\d{1,9}){0,31}", terms):
+        return None
+    work = terms_of(terms)
+    while len(work) > 1:
+        work = reduce_once(work)
+    return Problem(f"{terms}\n", str(int(work[0])))
+
+
 def score_arithmetic(response: str, answer: str, prompt: str) -> float:
     return float(final(response) == answer)
 
@@ -74,6 +85,11 @@ def countdown(rng: random.Random) -> Problem:
         else:
             shown = rng.sample(numbers, len(numbers))
             return Problem(f"make {value} from {' '.join(map(str, shown))}\n", str(value), level)
+
+
+def ask_countdown(text: str) -> Problem | None:
+    found = re.fullmatch(r"make (\d{1,9}) from (\d{1,9}(?: \d{1,9}){1,31})", " ".join(text.split()))
+    return None if found is None else Problem(f"{found[0]}\n", found[1])
 
 
 def chains(numbers: Sequence[int]) -> Iterator[tuple[list[str], int]]:
@@ -115,6 +131,10 @@ def mixed(rng: random.Random) -> Problem:
     return (arithmetic if rng.random() < 0.5 else countdown)(rng)
 
 
+def ask_mixed(text: str) -> Problem | None:
+    return ask_arithmetic(text) or ask_countdown(text)
+
+
 def score_mixed(response: str, answer: str, prompt: str) -> float:
     return (score_countdown if prompt.startswith("make") else score_arithmetic)(response, answer, prompt)
 
@@ -140,15 +160,15 @@ class Generated(Lazy):
 
 
 _MAKERS = {
-    "arithmetic": (arithmetic, score_arithmetic),
-    "countdown": (countdown, score_countdown),
-    "mixed": (mixed, score_mixed),
+    "arithmetic": (arithmetic, score_arithmetic, ask_arithmetic),
+    "countdown": (countdown, score_countdown, ask_countdown),
+    "mixed": (mixed, score_mixed, ask_mixed),
 }
 
 
 def _make(name: str, seed: int = 0) -> Task:
-    make, score = _MAKERS[name]
-    return Task(name, Generated(make, TRAIN, seed), Generated(make, TEST), score, trusted=True)
+    make, score, ask = _MAKERS[name]
+    return Task(name, Generated(make, TRAIN, seed), Generated(make, TEST), score, trusted=True, ask=ask)
 
 
 BUILTIN = {name: partial(_make, name) for name in _MAKERS}

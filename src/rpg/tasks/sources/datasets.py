@@ -33,6 +33,7 @@ class Dataset:
     test_name: str | None = None  # where the test set is a dataset with a name of its own
     template: str = "boxed"  # of prompts that do not say themselves how to answer
     keep: Callable[[Problem], bool] | None = None
+    response: int = 2048  # tokens that hold nearly every solution of a model that does not think first
 
 
 def _english(problem: Problem) -> bool:
@@ -47,6 +48,7 @@ DATASETS = {
         "grade-school word problems (Cobbe et al. 2021), MIT",
         Split("openai/gsm8k@main#train", ("gsm8k-train",), "7,473"),
         Split("openai/gsm8k@main#test", ("gsm8k-test",), "1,319"),
+        response=1024,
     ),
     "math": Dataset(
         "MATH's training problems (Hendrycks et al. 2021), levels 1–5, MIT; tested on math-500",

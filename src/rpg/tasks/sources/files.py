@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...console import describe
+from ...verify.answers import boxed
 from ..overlap import word_list
 from ..task import Problem
 
@@ -20,6 +21,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 PROMPTS = ("prompt", "question", "problem")
 ANSWERS = ("answer", "final_answer", "solution", "ground_truth", "target", "reward_model.ground_truth")  # last: verl
 LEVELS = ("level", "difficulty")
+BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*+(?!\{)([^\s$]*+)")
 LONG = 200  # characters: a solution without a box that is longer is no answer but a text
 
 Rows = Iterable[tuple[str, Any]]  # (where it stands, row)
@@ -68,7 +70,10 @@ def problems_of(rows: Rows, columns: Columns = USUAL) -> tuple[list[Problem], li
         column, value = _find(where, row, "answer", answers)
         answer = _answer(where, column, value)
         if answer:
-            problems.append(Problem(prompt, answer, _level(row), system=system))
+            try:
+                problems.append(Problem(prompt, answer, _level(row), system=system))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
         else:
             lacking.append(f"{where}: its {column!r} is empty, as in all rows{_columns(row, 'answer')}")
     return problems, lacking
@@ -229,16 +234,10 @@ def _answer(where: str, column: str, value: Any) -> str:
 
 def last_box(text: str) -> str | None:
     """What is in the last \\boxed{…}, or stands behind a \\boxed without braces."""
-    for box in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))):
-        if not text.startswith("{", box.end()):
-            bare = re.match(r"[^\s$]+", text[box.end() :])
-            return bare.group().rstrip(".,") if bare else None
-        depth = 0
-        for brace in re.finditer(r"\\[{}]|[{}]", text[box.end() :]):
-            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-            if depth == 0:
-                return text[box.end() + 1 : box.end() + brace.start()].strip()
-    return None
+    closed, bare = boxed(text), max(BARE_BOX.finditer(text), key=re.Match.start, default=None)
+    if bare is not None and (closed is None or bare.start() > closed[0]):
+        return bare[1].rstrip(".,") or None
+    return None if closed is None else closed[1].strip()
 
 
 def _level(row: dict[str, Any]) -> int:

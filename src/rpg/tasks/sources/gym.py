@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ...console import choose, describe
+from ...console import choose, describe, install
 from ...verify.answers import final_answer
 from ..task import Lazy, Problem, TaggedAnswer, Task, tag_of
 from .builtin import TEST, TRAIN, split_of
@@ -120,7 +120,7 @@ def _gym() -> Any:
         import reasoning_gym
         import reasoning_gym.factory
     except ImportError as error:
-        raise ValueError(f"{PREFIX}… needs reasoning-gym: pip install 'rpg-rl[gym]' ({describe(error)})") from error
+        raise ValueError(f"{PREFIX}… needs reasoning-gym: {install('rpg-rl[gym]')} ({describe(error)})") from error
     return reasoning_gym
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...console import describe, flat_text
+from ...console import describe, flat_text, install
 from ..task import Problem
 from .files import ANSWERS, LEVELS, PROMPTS, USUAL, Columns, arrow_rows, problems_of
 
@@ -80,7 +80,7 @@ def _download(where: HubId) -> dict[str, Any]:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
-        raise ValueError(f"{where} needs the hub: pip install datasets ({describe(error)})") from error
+        raise ValueError(f"{where} needs the hub: {install('datasets')} ({describe(error)})") from error
     page = f"https://huggingface.co/datasets/{where.repo}"
     offline = False
     try:

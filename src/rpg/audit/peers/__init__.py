@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...console import install
+from ..measure import Subject
+from ..problem import EnumeratedBatch
 from . import verl_worker
-from .measure import Subject
-from .problem import EnumeratedBatch
 from .verl_worker import WIDE
 
-_INSTALL = "pip install 'rpg-rl[audit]'"
 _LENGTH = "1/|y| remains"
 
 # Under truncated sampling. TRL (GRPOTrainer._generate_and_score_completions) and verl (RayPPOTrainer.fit) compute the
@@ -35,7 +35,7 @@ _LENGTH = "1/|y| remains"
 # trainer take the engine's, which vLLM normalises over the kept tokens (logprobs_mode=processed_logprobs in both).
 FEEDS = ("recomputed", "engine")
 
-RunLoss = Callable[[bool, EnumeratedBatch, float], Tensor]  # (clip, batch, beta) -> c_NT, 0 where masked
+RunLoss = Callable[[bool, EnumeratedBatch, float], Tensor]  # (clip, batch, beta) -> c_NT
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -67,12 +67,7 @@ def _installed(package: str) -> str:
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
-        raise _Unavailable(f"{package} is not installed: {_INSTALL}") from None
-
-
-def _finite(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """Padding as zeros: a peer multiplies padding by 0, which would turn an infinite entry into nan."""
-    return torch.where(mask_NT, values_NT, 0.0).detach()
+        raise _Unavailable(f"{package} is not installed: {install('rpg-rl[audit]')}") from None
 
 
 def _subject(
@@ -214,14 +209,14 @@ def _trl_inputs(batch: EnumeratedBatch) -> dict[str, Tensor]:
 def _trl_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: EnumeratedBatch, beta: float) -> Tensor:
     from trl import GRPOConfig, GRPOTrainer
 
-    logp_NT = _finite(batch.logp_NT, batch.mask_NT).requires_grad_()
+    logp_NT = batch.logp_NT.clone().requires_grad_()
     args = _field_defaults(GRPOConfig)
     args.loss_type, args.importance_sampling_level = loss.loss_type, loss.level
     args.beta, args.use_bias_correction_kl = (0.0, False) if correction is None else (beta, correction)
     trainer = _trl_trainer(GRPOTrainer, args, clip, logp_NT)
     inputs = _trl_inputs(batch)
-    inputs["old_per_token_logps"] = _finite(batch.old_logp_NT, batch.mask_NT)
-    inputs["ref_per_token_logps"] = _finite(batch.ref_logp_NT, batch.mask_NT)
+    inputs["old_per_token_logps"] = batch.old_logp_NT
+    inputs["ref_per_token_logps"] = batch.ref_logp_NT
     (grad_NT,) = torch.autograd.grad(trainer._compute_loss(None, inputs), logp_NT)
     return grad_NT * _denominator(loss, batch, args.max_completion_length)
 
@@ -229,9 +224,9 @@ def _trl_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: Enumerate
 def _trl_rloo(clip: bool, batch: EnumeratedBatch, beta: float) -> Tensor:
     from trl import RLOOConfig, RLOOTrainer
 
-    logp_NT = _finite(batch.logp_NT, batch.mask_NT).requires_grad_()
+    logp_NT = batch.logp_NT.clone().requires_grad_()
     trainer = _trl_trainer(RLOOTrainer, _field_defaults(RLOOConfig), clip, logp_NT)
-    inputs = _trl_inputs(batch) | {"old_logps": _finite(batch.old_logp_NT, batch.mask_NT).sum(1)}
+    inputs = _trl_inputs(batch) | {"old_logps": (batch.old_logp_NT * batch.mask_NT).sum(1)}  # as where it generates
     (grad_NT,) = torch.autograd.grad(trainer._compute_loss(None, inputs), logp_NT)
     return grad_NT * len(batch.mask_NT)
 
@@ -273,21 +268,21 @@ def _liger_grpo(loss: _Loss, correction: bool | None, clip: bool, batch: Enumera
         compiled=False,
         **options,
     )
-    hidden_NTV = torch.where(batch.mask_NT[..., None], batch.logits_NTV, 0.0).float().requires_grad_()
+    hidden_NTV = batch.logits_NTV.float().requires_grad_()
     value, _ = function(
         hidden_NTV,
         torch.eye(vocab_size),
         batch.tokens_NT,
         batch.mask_NT.float(),
         batch.advantages_N.float(),
-        ref_per_token_logps=_finite(batch.ref_logp_NT, batch.mask_NT).float(),
-        old_per_token_logps=_finite(batch.old_logp_NT, batch.mask_NT).float(),
+        ref_per_token_logps=batch.ref_logp_NT.float(),
+        old_per_token_logps=batch.old_logp_NT.float(),
     )
     (grad_NTV,) = torch.autograd.grad(value, hidden_NTV)
     score_NTV = torch.nn.functional.one_hot(batch.tokens_NT, vocab_size) - hidden_NTV.detach().double().softmax(-1)
     norm_NT = score_NTV.square().sum(-1)
     c_NT = (grad_NTV * score_NTV).sum(-1) / norm_NT * _denominator(loss, batch, num_steps)
-    return torch.where(batch.mask_NT & (norm_NT > 1e-12), c_NT, 0.0)
+    return torch.where(norm_NT > 1e-12, c_NT, 0.0)
 
 
 # --- verl --------------------------------------------------------------------------------------------------------
@@ -350,7 +345,7 @@ def _verl_coefficients(
     request |= {"kl_loss_type": kl_type, "beta": beta, "clip": clip}
     request |= {"advantages": batch.advantages_N.tolist(), "mask": batch.mask_NT.tolist()}
     for name in ("logp", "old_logp", "ref_logp"):
-        request[name] = _finite(getattr(batch, f"{name}_NT"), batch.mask_NT).tolist()
+        request[name] = getattr(batch, f"{name}_NT").tolist()
     return torch.tensor(ask(request)["coefficients"], dtype=torch.float64)
 
 

@@ -1,0 +1,1 @@
+"""A model answers a prompt of yours."""
