@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from forked import ENV, Job, Server
 from running import TINY
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background: children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from forked import ENV
 
 # Single-threaded until it forks: no tensor is made here.
 SERVER = """
-import gc, json, os, sys
+import faulthandler, gc, json, os, sys
 import rpg.cli, rpg.report, rpg.training.loop, torch.distributed.fsdp, torch.distributed.tensor, torch._dynamo
 import transformers.models.llama.modeling_llama, transformers.models.auto.modeling_auto
 import transformers.models.auto.tokenization_auto
@@ -36,6 +36,7 @@ for line in sys.stdin:
             for fd, name in ((1, out), (2, job["err"][rank])):
                 os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), fd)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            faulthandler.enable()  # a crash of the interpreter says where
             argv = job["argv"]
             break
         pids.append(pid)

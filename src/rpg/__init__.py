@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from .api import Run, evaluate, merge, sample, train
     from .loss.advantages import Advantage
     from .loss.methods import Algorithm, algorithm, algorithms
+    from .loss.metrics import LossOutput
     from .loss.objective import logit_score_sq, vocabulary_kl
-    from .loss.policy_loss import LossOutput, PolicyLoss
+    from .loss.policy_loss import PolicyLoss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 _HOME = {
     "Advantage": "loss.advantages",
     "Algorithm": "loss.methods",
-    "LossOutput": "loss.policy_loss",
+    "LossOutput": "loss.metrics",
     "PolicyLoss": "loss.policy_loss",
     "Run": "api",
     "algorithm": "loss.methods",

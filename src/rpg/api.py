@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .run.auto import settled
 from .run.config import Config
-from .run.folder import LATEST, folder_to_resume
+from .run.folder import LATEST, SETTINGS, folder_to_resume, is_run, settings_of, settings_to_resume
 from .run.settings import build, change, options_of
 from .secrets import instead, keep_hidden, secrets_in
 from .trust import check_trust, of_a_run, paths_of
@@ -106,9 +106,7 @@ def configure(
         file = None if config is None else Path(config)
         if resume and file is None:
             folder = folder_to_resume(str({**(flags or {}), **(settings or {})}.get("output", Config.output)))
-            file = folder / "config.yaml"
-            if not file.exists():
-                raise ValueError(f"nothing to resume in {folder}: there is no config.yaml")
+            file = settings_to_resume(folder)
             settings = {**(settings or {}), "output": str(folder)}
         chosen = _read(file, flags, settings)
         resumed = resume and config is None  # whatever else lies in the folder
@@ -197,15 +195,19 @@ def _open(
     """The settings of a run, or the defaults, with the model that is meant; and the run's folder."""
     name = str(model.folder) if isinstance(model, Run) else os.fspath(model)
     run = Path(name)
-    if not run.exists() and "/" in name and any(run.parent.glob("*/config.yaml")):
+    try:
+        there = run.exists()
+    except PermissionError as error:
+        raise ValueError(f"{run} cannot be read: {error.strerror}") from error
+    if not there and "/" in name and any(map(is_run, run.parent.glob("*"))):
         raise ValueError(f"there is no run {run} (and {run.parent} holds others)")
-    is_run = (run / "config.yaml").is_file()
-    config = _read(run / "config.yaml" if is_run else None, flags, settings)
-    if is_run:
+    file = settings_of(run)
+    config = _read(file, flags, settings)
+    if file is not None:
         name = str(checkpoint_folder(run, checkpoint, warn) / "model")
     elif any((run / "model" / file).is_file() for file in ("config.json", "adapter_config.json")):
         name = str(run / "model")
-    return change(config, {"model": name}), run if is_run else None
+    return change(config, {"model": name}), None if file is None else run
 
 
 def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str], None] = warnings.warn) -> Path:
@@ -326,8 +328,8 @@ def merge(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already: give another folder with -o")
     for name in names if not trust else ():
-        if (Path(name) / "config.yaml").is_file():
-            check_trust(build(Config, file=Path(name) / "config.yaml"), Path(name), (), ["model_options."])
+        if (file := settings_of(Path(name))) is not None:
+            check_trust(build(Config, file=file), Path(name), (), ["model_options."])
     begun = _beginning(names) if init is None else (init, {})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
@@ -355,20 +357,24 @@ def merge(
 def _model_of(name: str, checkpoint: str | int) -> tuple[str, dict[str, Any]]:
     """The model that a run's folder, a checkpoint's, or a model's name means, and the options it is loaded with."""
     path = Path(name)
-    if (path / "config.yaml").is_file():
-        options = build(Config, file=path / "config.yaml").model_options
-        return str(checkpoint_folder(path, checkpoint) / "model"), dict(options)
+    if (file := settings_of(path)) is not None:
+        options = build(Config, file=file).model_options
+        return str(checkpoint_folder(path, checkpoint, _refuse) / "model"), dict(options)
     if any((path / "model" / file).is_file() for file in ("config.json", "adapter_config.json")):
         return str(path / "model"), {}
     return name, {}
+
+
+def _refuse(damage: str) -> None:
+    """An earlier checkpoint is not what was asked for."""
+    raise ValueError(f"{damage}; to merge another checkpoint, give its step with --checkpoint")
 
 
 def _beginning(names: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The model that all of these runs began from."""
     begun: dict[str, dict[str, Any]] = {}
     for name in names:
-        file = Path(name) / "config.yaml"
-        if not file.is_file():
+        if (file := settings_of(Path(name))) is None:
             raise ValueError(f"{name} is no run, so what it began from is not known: give --init MODEL")
         config = build(Config, file=file)
         begun[config.model] = dict(config.model_options)
@@ -387,8 +393,6 @@ class Run:
     """
 
     def __init__(self, folder: str | os.PathLike[str] = LATEST, *, trust: bool = False):
-        from .report.runs import is_run
-
         self.folder, self.trust = Path(folder), trust
         if not is_run(self.folder):
             self._data()  # says what is wrong
@@ -403,7 +407,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return build(Config, file=self.folder / "config.yaml")
+        return build(Config, file=self.folder / SETTINGS)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

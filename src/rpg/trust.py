@@ -17,7 +17,7 @@ from typing import Any
 
 from .rewards.scoring import CORRECT
 from .run.config import Config
-from .run.folder import MARKER
+from .run.folder import MARKER, SETTINGS, is_run
 from .run.settings import build
 from .tasks.loading import made_by_functions
 from .tasks.reward import FORMAT
@@ -28,7 +28,6 @@ LOGINS = {"token", "hf_token", "use_auth_token"}
 OWN_ATTENTION = ("eager", "sdpa", "flash_attention_2")  # other names are fetched from the hub, as code
 NUMBERS = (bool, int, float)  # of vLLM's options: how much, not what
 HELP = "run code that the settings of somebody else's run name (docs/security.md)"
-RUN_FILES = (MARKER, "metrics.jsonl", "summary.json", "checkpoints")
 
 
 def code_in(config: Config) -> dict[str, str]:
@@ -82,7 +81,7 @@ def remember(folder: Path, config: Config) -> None:
 
 
 def _record(folder: Path) -> Path:
-    run, code = "", code_in(build(Config, file=folder / "config.yaml"))
+    run, code = "", code_in(build(Config, file=folder / SETTINGS))
     with contextlib.suppress(OSError, ValueError):
         run = (folder / MARKER).read_text(encoding="utf-8").strip()
     with contextlib.suppress(OSError):
@@ -94,7 +93,7 @@ def _record(folder: Path) -> Path:
 
 def of_a_run(file: Path) -> bool:
     """Whether these settings are a run's, not a recipe that its user has written or chosen."""
-    return file.name == "config.yaml" and any((file.parent / name).exists() for name in RUN_FILES)
+    return file.name == SETTINGS and is_run(file.parent)
 
 
 def paths_of(settings: Mapping[str, Any], prefix: str = "") -> set[str]:

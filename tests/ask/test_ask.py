@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import random
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine, Sampling
 from rpg.run.auto import settled
 from rpg.run.config import Config
-from rpg.tasks.sources.builtin import ask_mixed
+from rpg.tasks.sources.builtin import LARGEST, arithmetic, ask_mixed, terms_of
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"
 
@@ -83,16 +84,39 @@ def test_temperature_0_is_greedy_and_has_the_models_log_probability(model, built
 
 
 def test_what_is_printed_says_it_all_and_the_model_is_announced_first(model):
-    code, out, err = rpg("sample", "builtin", "7+3*8-4", "--n", 3)
+    code, out, err = rpg("sample", "builtin", "7+3*8-4", "--n", 2)
     assert code == 0
     assert err == "rpg: loading builtin\n"
-    assert [line[:6] for line in out.splitlines() if line.startswith("──")] == ["── 1/3", "── 2/3", "── 3/3"]
+    assert [line[:6] for line in out.splitlines() if line.startswith("──")] == ["── 1/2", "── 2/2"]
     assert "log-probability -" in out
     assert "reward 1" in out
     assert "tokens" in out
     shown = rpg("sample", "builtin", "--n", 1)[1]  # no prompt: a held-out problem, which is shown
     assert "+" in shown.splitlines()[0] or "make" in shown.splitlines()[0]
     assert shown != rpg("sample", "builtin", "--n", 1, "--seed", 5)[1]
+
+
+def test_equal_responses_are_shown_once_with_their_number(model):
+    argv = ("builtin", "7+3*8-4", "--n", 12, "--temperature", 0.3)
+    texts = [response["text"] for response in sampled(*argv)["responses"]]
+    assert len(texts) == 12
+    assert 1 < len(set(texts)) < 12
+    heads = [line for line in rpg("sample", *argv)[1].splitlines() if line.startswith("──")]
+    assert len(heads) == len(set(texts))
+    for text, head in zip(dict.fromkeys(texts), heads, strict=True):
+        count = f"×{texts.count(text)}  " if texts.count(text) > 1 else ""
+        assert head.startswith(f"── {texts.index(text) + 1}/12  {count}log-probability -")
+
+
+def test_what_the_built_in_model_knows_is_said(model):
+    for command in ("sample", "chat"):
+        assert "builtin knows sums: 3 to 6 whole numbers from 1 to 20" in rpg(command, "--help")[1]
+    some = [arithmetic(random.Random(seed)).prompt.strip() for seed in range(2000)]
+    terms = [terms_of(prompt) for prompt in some]
+    assert {len(each[::2]) for each in terms} == {3, 4, 5, 6}
+    assert {number for each in terms for number in each[::2]} == {str(n) for n in range(1, 21)}
+    assert {operator for each in terms for operator in each[1::2]} == set("+-*")
+    assert LARGEST == 199
 
 
 @pytest.mark.parametrize(
@@ -173,6 +197,7 @@ def test_a_run_is_sampled_as_it_was_trained(tmp_path, builtin, monkeypatch):
     run.mkdir()
     settings = "task: {name: countdown, template: 'Q {prompt}'}\nrollout: {temperature: 0.7, top_p: 0.9}\n"
     (run / "config.yaml").write_text(settings)
+    (run / "run.id").touch()
     monkeypatch.setattr(api, "checkpoint_folder", lambda folder, which, warn: folder / f"{which}")
     config, temperature, task = api.sampling_config(run, max_new_tokens=7, checkpoint="last")
     assert (config.model, temperature, task) == (str(run / "last" / "model"), 0.7, "countdown")

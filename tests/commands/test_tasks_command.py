@@ -92,6 +92,7 @@ def test_columns_of_your_own(tasks, tmp_path):
 def test_endless_ones(tasks):
     code, out, _ = tasks("arithmetic")
     assert code == 0
+    assert out.startswith("arithmetic: +, - and * of 3 to 6 whole numbers from 1 to 20, no brackets")
     assert "train: endless" in out
     code, out, _ = tasks("arithmetic + countdown")
     assert "arithmetic+countdown" in out

@@ -162,13 +162,14 @@ def test_a_plan(command: Command, home: Path) -> None:
     assert "grpo · Qwen/Qwen2.5-0.5B · arithmetic · NVIDIA H200: a plan" in job.out
     for text in ("β 0.02", "of which a copy is held", "494 M parameters", "7 steps", "✓ fits", "writes run:"):
         assert text in job.out
-    job = command("train", "--dry-run", "--config", "run.yaml", "--task.name", "data.jsonl", cwd=home)
+    small = ("--model", "builtin", "--task.name", "data.jsonl")
+    job = command("train", "--dry-run", "--config", "run.yaml", *small, cwd=home)
     assert (job.code, job.err) == (0, "")
     assert "data.jsonl, 6 rows" in job.out
     assert "CPU" in job.out
     assert "float32" in job.out
     job = command("train", "--dry-run=rtx4090", "--model", "Qwen/Qwen3-4B", cwd=home)
-    assert job.code == 0  # a plan is a plan
+    assert (job.code, job.err) == (1, "")
     assert "✗ does not fit" in job.out
     assert sorted(path.name for path in home.iterdir()) == before
 
@@ -194,7 +195,8 @@ def test_mistakes_of_a_plan(command: Command, home: Path, argv: list[str], texts
 def test_a_plan_of_a_run_that_is_there(train: Command, command: Command, home: Path) -> None:
     assert train(home / "run", "--steps", "1").code == 0
     text = "run holds a run already"
-    assert text in command("train", "--dry-run", "--output", "run", cwd=home).out
+    job = command("train", "--dry-run", "--output", "run", cwd=home)
+    assert (job.code, text in job.out) == (1, True)
     job = command("train", "--dry-run", "--resume", "--output", "run", cwd=home)
     assert job.code == 0
     assert text not in job.out
@@ -257,11 +259,11 @@ def test_eval(train: Command, command: Command, home: Path) -> None:
     ],
 )
 def test_mistakes_of_eval(command: Command, home: Path, argv: list[str], texts: list[str]) -> None:
-    (home / "empty").mkdir()
-    (home / "empty" / "config.yaml").write_text("steps: 3\n")
+    for run in (home / "empty", home / "runs" / "other"):
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("steps: 3\n")
+        (run / "run.id").touch()
     assert_one_line(command("eval", *argv, cwd=home), 2, *texts)
-    (home / "runs" / "other").mkdir(parents=True)
-    (home / "runs" / "other" / "config.yaml").write_text("steps: 3\n")
     assert_one_line(command("eval", "runs/none", cwd=home), 2, "there is no run runs/none")  # and the hub is not asked
 
 
@@ -330,6 +332,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "output is a file": (["--output", "data.jsonl"], ["data.jsonl"]),
     "output cannot be made": (["--output", "/proc/none/run"], ["/proc/none"]),
 }
+WITH_THE_MODEL = {
+    *("unknown characters", "prompt too long", "no room", "task without problems", "missing model", "no model"),
+    *("broken model", "end tokens in words", "output cannot be made"),
+}  # told after "loading the model"; all others before
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -361,7 +367,14 @@ def test_mistakes(train: Command, home: Path, name: str) -> None:
     argv, texts = MISTAKES[name]
     job = train(home / "run", *argv, cwd=home)
     assert_one_line(job, 2, *texts)
+    assert ("loading the model" in job.out) == (name in WITH_THE_MODEL)
     assert not (home / "run" / "metrics.jsonl").exists()
+
+
+def test_a_rate_that_ruins_the_model_is_told_before_anything_is_loaded(command: Command, home: Path) -> None:
+    job = command("train", "--model", "Qwen/Qwen2.5-0.5B", "--optim.lr", "5e-3", cwd=home)
+    assert_one_line(job, 2, "optim.lr 0.005 on all weights of a pretrained model ruins it", "--insist")
+    assert job.out == ""
 
 
 def test_mistakes_about_runs(train: Command, command: Command, home: Path) -> None:

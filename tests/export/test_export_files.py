@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import socket
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 from export_cases import ADAPTER, RECIPES, ROOT, VARIANTS, configs, recipe, where
 
 from rpg.cli import main
+from rpg.console import own_command
 from rpg.export import verl
 from rpg.export.data import messages
 from rpg.export.reward import Rewards, Written
@@ -308,6 +310,22 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["export", "verl", path, flag, value])
         assert f"{flag}: must be a whole number, at least 1; got {value} (" in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_no_recipe_but_has_one(tmp_path, capsys):
+    """The command that is meant is said, and does it."""
+    run = tmp_path / "my run"
+    run.mkdir()
+    (run / "run.id").touch()
+    (run / "config.yaml").write_text(RECIPES["builtin/rpg-urkl.yaml"].read_text())
+    assert main(["export", "trl", str(run)]) == 2
+    said = capsys.readouterr().err
+    meant = f"{own_command()} export trl {shlex.quote(str(run / 'config.yaml'))}"
+    assert said == f"rpg export: {run} is a run's folder, not a recipe: give the settings in it, {meant}\n"
+    line = shlex.split(said.partition("in it, ")[2])
+    assert main([*line[line.index("export") :], "-o", str(tmp_path / "out")]) == 0
+    assert main(["export", "verl", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("is a folder: give a recipe, a YAML file of settings\n")
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

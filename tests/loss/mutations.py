@@ -364,8 +364,8 @@ def warm_up():
     use()
 
 
-def run(module, jobs, skipped=()):
-    """Yields (name of the mutant or None for the untouched source, what killed it or None)."""
+def run(module, jobs, every=1, skipped=()):
+    """Yields (name of the mutant or None for the untouched source, what killed it or None); one mutant of ``every``."""
     assert not any(name.split(".")[0] == "rpg" for name in sys.modules), "rpg must be imported in the children only"
     finder = Trees()
     sys.meta_path.insert(0, finder)
@@ -374,7 +374,7 @@ def run(module, jobs, skipped=()):
     files = [test_file(name) for name in ORACLES[module]]
     sources = {file.stem: compile(file.read_text(), str(file), "exec") for file in files}
     waiting = [m for m in of_tree(module, finder.trees[full_name(module)][1]) if m.name not in skipped]
-    waiting, running = [None, *waiting], {}
+    waiting, running = [None, *waiting[::every]], {}
     killers = defaultdict(Counter)  # function -> what killed its mutants: mostly that also kills the next one
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -396,5 +396,6 @@ def run(module, jobs, skipped=()):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name, killed_by in run(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]) if len(sys.argv) > 3 else ()):
+    module, jobs, every, skipped = [*sys.argv[1:], *("2", "1", "[]")[len(sys.argv) - 2 :]]
+    for name, killed_by in run(module, int(jobs), int(every), json.loads(skipped)):
         print(json.dumps([name, killed_by]), flush=True)

@@ -57,6 +57,16 @@ class Batch:
         return stacked[self.mask].tolist()
 
 
+def test_a_printed_output_is_one_short_line():
+    b = Batch(0)
+    out = PolicyLoss("urkl", 0.1, clip=clip.RPGClip())(b.logp, b.old, b.a, b.mask, b.ref)
+    values = {name: f"{float(out.metrics[name]):.3g}" for name in ("ess", "kl/old", "clip/low", "clip/high")}
+    shown = ", ".join(f"{name}={value}" for name, value in values.items())
+    assert repr(out) == f"LossOutput(loss={float(out.loss):.4g}, {len(out.metrics)} metrics: {shown}, …)"
+    each = PolicyLoss("none", reduction="none")(b.logp, b.old, b.a, b.mask)
+    assert repr(each).startswith("LossOutput(loss=[6, 5], ")
+
+
 def mean(values):
     values = list(values)
     return sum(values) / len(values)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from rpg import cli
 from rpg.models import merge as merging
 from rpg.models.merge import Source, arc, linear, merge, spherical
 from rpg.models.policy import Policy
+from rpg.run import checkpoint
 from rpg.run.config import PeftConfig
 
 KEYS = ("model.embed_tokens.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "model.norm.weight")
@@ -283,6 +286,49 @@ def test_an_adapter_is_merged_as_the_model_it_amounts_to(tmp_path):
     assert not (tmp_path / "both" / "adapter_config.json").exists()
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "text"),
+    [
+        (cut, "part-0.safetensors", "part-0.safetensors is damaged (SafetensorError: "),
+        (cut, "model.safetensors.index.json", "model.safetensors.index.json is damaged (JSONDecodeError: "),
+        (Path.unlink, "part-1.safetensors", "part-1.safetensors is missing, the model is not whole: fetch it again"),
+    ],
+)
+def test_a_file_that_is_damaged_or_missing_is_one_line_that_names_it(damage, file, text, tmp_path, capsys):
+    folder = tmp_path / "whole"
+    made(folder, weights_like(1), files=2)
+    made(tmp_path / "init", weights_like(0))
+    damage(folder / file)
+    assert cli.main(["merge", str(folder), "-o", str(tmp_path / "out"), "--init", str(tmp_path / "init")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rpg merge: {folder}/{text}")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("which", ["last", "best", "3"])
+def test_a_checkpoint_that_is_damaged_is_one_line_and_no_earlier_one_is_taken(which, tmp_path, capsys):
+    """Whoever merges the last one of each run does not want one of them from before."""
+    run = tmp_path / "run"
+    for step in (2, 3):
+        checkpoint.save(
+            run / "checkpoints", step, lambda folder: made(folder / "x", weights_like(0)), {}, {"evals": []}
+        )
+    (run / "config.yaml").write_text("model: builtin\n")
+    cut(run / "checkpoints" / "step-000003" / "model" / "x" / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli.main(["merge", str(run), "-o", str(tmp_path / "out"), "--checkpoint", which]) == 2
+    said = capsys.readouterr().err
+    assert "step-000003" in said
+    assert "model/x/model.safetensors has 100 bytes instead of" in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
@@ -307,6 +353,7 @@ def test_mistakes_are_one_line(line, text, tmp_path, capsys, monkeypatch):
     for name, model in (("a", "builtin"), ("b", "./other")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(f"model: {model}\n")
+        (tmp_path / name / "run.id").touch()
     assert cli.main(["merge", *line]) == 2
     said = capsys.readouterr().err
     assert text in said

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tiny
-from rpg.console import PIPE_WIDTH, estimated_duration
+from rpg.console import PIPE_WIDTH, estimated_duration, gb
 from rpg.costs.devices import DEVICES, at_hand, named
 from rpg.models.known_shapes import KNOWN
 from rpg.models.meta import config_of, shell
 from rpg.models.policy import Policy
 from rpg.plan.data import data_of, rows_of
 from rpg.plan.plan import plan
-from rpg.plan.table import show, verdicts
+from rpg.plan.table import refused, show, verdicts
 from rpg.run.config import (
     CheckpointConfig,
     Config,
@@ -296,7 +297,20 @@ def test_disk(tmp_path):
         made
     )
     full = replace(made, disk=replace(made.disk, free=10**6))
-    assert any(not ok and "lower checkpoint.keep" in line for ok, line in verdicts(full))
+    assert any(ok is False and "lower checkpoint.keep" in line for ok, line in verdicts(full))
+    assert refused(full)
+
+
+def test_the_disk_of_another_machine_is_not_judged(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "new").mkdir(parents=True)
+    (tmp_path / "runs" / "new" / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
+    config = replace(Config(output="runs/new"), checkpoint=CheckpointConfig(keep=300, best=False))
+    assert refused(plan(config, "cpu"))
+    there = plan(config, "h200")
+    *_, (ok, line) = verdicts(there)
+    assert (ok, there.disk.holds_run, refused(there)) == (None, False, False)
+    assert line.endswith(f"301 at most at a time: {gb(301 * there.disk.checkpoint)} GB of disk")
 
 
 def test_devices():
@@ -361,10 +375,18 @@ def test_what_is_auto_is_said_and_what_would_spoil_a_model_is_crossed(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "✗ optim.lr 0.0005 on all weights of a pretrained model ruins it" in out
     assert "✗ rollout.max_new_tokens 80 cuts nearly every response" in out
+    ruinous = replace(asked, optim=OptimConfig(lr=5e-4))
+    assert refused(plan(ruinous, "h200"))
+    show(insisted := plan(replace(ruinous, insist=True), "h200"))
+    assert not refused(insisted)
+    assert "! optim.lr 0.0005 on all weights of a pretrained model ruins it" in capsys.readouterr().out
     show(plan(replace(asked, rollout=RolloutConfig(max_new_tokens=40960)), "h200"))
     out = " ".join(capsys.readouterr().out.split())
     assert "✗ rollout.max_new_tokens 40,960 and prompts of some 256 tokens do not fit into the 40,960" in out
     assert plan(Config(), "cpu").objections == ()
+    guessed = plan(Config(task=replace(QWEN.task, name="gsm8k")), "cpu")  # prompts of 256 tokens, into 256
+    assert not refused(guessed)
+    assert any("prompts of some 256 tokens do not fit" in text for text in guessed.warnings)
 
 
 def test_durations():

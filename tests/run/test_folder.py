@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,14 +15,24 @@ import pytest
 import torch
 
 import rpg
-from rpg import api
+from rpg import api, cli
 from rpg.console import own_command
 from rpg.report import find_runs
 from rpg.run import checkpoint
 from rpg.run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
-from rpg.run.folder import FOLDERS, LATEST, RunFolder, folder_to_resume, link_latest, next_folder
+from rpg.run.folder import (
+    FOLDERS,
+    LATEST,
+    RunFolder,
+    folder_to_resume,
+    is_run,
+    link_latest,
+    next_folder,
+    settings_of,
+)
 from rpg.training import loop
 from rpg.training.loop import Failed, Trainer, train
+from rpg.trust import of_a_run
 from running import assert_same, bits, checkpoints, metrics, summary
 
 
@@ -53,6 +64,31 @@ def opened(path: str, run: str | None = None) -> RunFolder:
     if run is not None:
         folder.mark(run)
     return folder
+
+
+# ---- what is a run's folder ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["run.id", "metrics.jsonl", "summary.json", "checkpoints/step-000004/model/x", ""])
+def test_what_a_run_has_written_makes_a_folder_a_runs(left: str) -> None:
+    """To every command; settings alone are a recipe, and what others have written is not ours."""
+    for name in ("config.yaml", "checkpoints/epoch-4/x", "tensorboard/x", "report.html", left):
+        Path("run", name or "x").parent.mkdir(parents=True, exist_ok=True)
+        Path("run", name or "x").write_text("")
+    assert is_run(Path("run")) == of_a_run(Path("run/config.yaml")) == bool(left)
+    assert settings_of(Path("run")) == (Path("run/config.yaml") if left else None)
+    if left:
+        assert find_runs(".") == [Path("run")]
+    assert not of_a_run(Path("run/recipe.yaml"))
+    Path("run/config.yaml").unlink()
+    assert settings_of(Path("run")) is None
+
+
+def test_there_is_one_list_of_what_makes_a_folder_a_runs() -> None:
+    """Other modules ask folder.py."""
+    source = Path(rpg.__file__).parent
+    asking = [path for path in source.rglob("*.py") if re.search(r'"config\.yaml"', path.read_text(encoding="utf-8"))]
+    assert asking == [source / "run" / "folder.py"]
 
 
 # ---- which folder ----------------------------------------------------------------------------------------------------
@@ -91,8 +127,9 @@ def test_latest_is_a_link_and_replaces_nothing_else(home: Path) -> None:
     LATEST.mkdir()  # of a version whose runs had this name
     link_latest(Path("runs/one"))
     assert not LATEST.is_symlink()
-    (LATEST / "config.yaml").touch()
-    (Path("runs/one") / "config.yaml").touch()
+    for run in (LATEST, Path("runs/one")):
+        (run / "config.yaml").touch()
+        (run / "run.id").touch()
     os.utime(LATEST / "config.yaml", (1, 1))
     assert folder_to_resume("auto") == Path("runs/one")  # without a link, the newest
     (Path("runs/one") / "summary.json").write_text('{"status": "failed"}')
@@ -130,6 +167,56 @@ def test_train_again_and_resume_the_latest(home: Path) -> None:
         train(tiny("runs/latest"))
     assert api.configure(tiny(), resume=True).output == f"runs/{name}-2"
     assert api.Run().folder.resolve().name == f"{name}-2"
+
+
+def test_a_file_or_a_dead_link_in_the_way_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop, "load_task", lambda *_: pytest.fail("loaded"))
+    Path("runs").touch()
+    Path("link").symlink_to("nowhere/at/all")
+    for line, path, what in (
+        ([], "runs", "a file"),
+        (["--output", "runs/deep/mine"], "runs", "a file"),
+        (["--output", "runs"], "runs", "a file"),
+        (["--output", "link/mine"], "link", "a link that leads nowhere"),
+    ):
+        for more in ([], ["--resume"]):
+            assert cli.main(["train", "--log.view", "none", "--device", "cpu", *line, *more]) == 2
+            said = capsys.readouterr().err
+            assert said == f"rpg train: output: {path} is {what}; give a folder with --output\n"
+    assert sorted(os.listdir()) == ["link", "runs"]
+
+
+def test_a_folder_that_may_not_be_written_is_told_before_anything_is_loaded(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "load_task", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "closed")  # root may do all
+    Path("closed").mkdir()
+    text = re.escape(f"output: cannot write into {home / 'closed'}; give another folder with --output")
+    for resume in (False, True):
+        with pytest.raises(Failed, match=f"^{text}$"):
+            train(tiny("closed/deep/run"), resume=resume)
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        api.configure(resume=True, settings={"output": "closed/run"})
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_where_latest_is_the_users_own_a_run_says_so_before_it_loads(
+    make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs").mkdir()
+    make(LATEST)
+    assert train(tiny(steps=1))["folder"] == f"runs/{tiny().algorithm}-1"
+    said = capsys.readouterr().out
+    text = "warning: runs/latest is no link, so it stays as it is and will not lead to this run: move it away, or give"
+    assert said.index(text) < said.index("step 1/1")
+    assert not LATEST.is_symlink()
+    train(api.configure(resume=True), resume=True)  # the one that there is
+    assert text in capsys.readouterr().out
+    train(tiny("elsewhere", steps=1))
+    assert text not in capsys.readouterr().out
 
 
 # ---- what lies there already -----------------------------------------------------------------------------------------
@@ -295,11 +382,13 @@ def test_a_copy_in_its_place_is_another_folder() -> None:
 def test_links_in_a_folder_lead_nowhere(home: Path) -> None:
     train(tiny("run"))
     Path("precious").write_text("precious\n")
-    for name in ("report.html", "metrics.jsonl", "run.id"):
+    for name in ("report.html", "report.html.new", "summary.json.new", "metrics.jsonl", "run.id"):
         (home / "run" / name).unlink(missing_ok=True)
         (home / "run" / name).symlink_to(home / "precious")
-        if name == "report.html":
+        if name.startswith("report"):
             rpg.Run("run").report()
+        elif name == "summary.json.new":
+            assert train(tiny("run", steps=2), resume=True)["status"] == "finished"
         else:
             with pytest.raises(Failed):
                 train(tiny("run", steps=3), resume=True)

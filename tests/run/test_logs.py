@@ -8,10 +8,12 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,30 @@ def test_tensorboard_shows_responses_of_evaluations(tmp_path: Path) -> None:
     text = read.Tensors(tags[0])[0].tensor_proto.string_val[0].decode()
     assert "    2+2\n    =" in text
     assert "    `4`" in text
+
+
+@needs("tensorboard")
+@pytest.mark.parametrize("become", ["moved", "deleted"])
+def test_tensorboard_goes_on_where_its_folder_is_moved_or_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, become: str
+) -> None:
+    """As the run's other files do; a thread that opens the path once more would print a traceback."""
+    said: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda error: said.append(str(error.exc_value)))
+    before, folder = threading.active_count(), tmp_path / "run"
+    with RunLogs(folder, LogConfig(), "run", {}, warn=said.append) as to:
+        to.metrics(row(0))
+        assert threading.active_count() == before
+        folder.rename(tmp_path / "moved")
+        if become == "deleted":
+            shutil.rmtree(tmp_path / "moved")
+        for step in range(1, 4):
+            to.metrics(row(step))
+        to.samples(3, [sample(3, "eval")])
+    assert said == []
+    assert not folder.exists()
+    if become == "moved":
+        assert [e.step for e in events(tmp_path / "moved").Scalars("reward/mean")] == list(range(4))
 
 
 def test_without_tensorboard_there_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

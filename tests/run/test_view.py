@@ -22,7 +22,7 @@ from rich.console import Console
 
 from rpg.console import clock, number
 from rpg.run.panel import Panel, sparkline
-from rpg.run.rows import Example, StepTimer
+from rpg.run.rows import Example
 from rpg.run.view import LiveView, PlainView, make_view
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -401,15 +401,16 @@ def sample(split: str = "eval", prompt: str = "13*4-9\n", response: str = HOSTIL
 def test_a_plain_view_says_what_is_loaded_and_shows_one_response_an_evaluation() -> None:
     console = Console(file=io.StringIO(), width=100)
     view = PlainView("a run", 20, console)
-    view.loading = "loading the model builtin …"
+    view.loading = "loading the task arithmetic …"
     with view, view:  # which is entered again
+        view.loads("the model builtin")
         for row in rows(20):
             view.response(sample("train", response="of training"))
             if row["step"] % 10 == 0:
                 view.response(sample())
             view.step(row)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[:2] == ["a run", "loading the model builtin …"]
+    assert lines[:3] == ["a run", "loading the task arithmetic …", "loading the model builtin …"]
     assert lines.count("a run") == 1
     shown = [i for i, line in enumerate(lines) if "→" in line]
     assert len(shown) == 3
@@ -440,30 +441,17 @@ def test_the_panel_shows_a_response_long_enough_to_be_read(monkeypatch: pytest.M
 def test_a_live_view_opens_with_what_is_loaded_and_may_be_entered_again() -> None:
     console = terminal(80)
     view = LiveView("a run", 20, console)
-    view.loading = "loading torch, the model builtin …"
+    view.loading = "loading torch and the task arithmetic …"
     with view:
         with view:
             view.response(sample())
         view.close()
     out = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "loading torch, the model builtin" in out
+    assert "loading torch and the task arithmetic" in out
     assert (out.count(HIDE), out.count(SHOW)) == (1, 1)
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
-
-
-def test_time_left_ignores_one_slow_step_and_counts_evaluations() -> None:
-    timer = StepTimer(60)
-    now = timer.last
-    timer.step({"step": 0, "eval/a/mean@8": 0.1, "time/eval": 4.0}, now := now + 4)
-    for step in range(1, 21):
-        evaluated = {"eval/a/mean@8": 0.1, "time/eval": 4.0} if step % 10 == 0 else {}
-        now += (60.0 if step == 3 else 1.0) + (4.0 if evaluated else 0.0)
-        timer.step({"step": step, **evaluated}, now)
-    assert timer.left(now) == pytest.approx(40 * 1.0 + 4 * 4.0)
-    assert timer.left(now + 6) == pytest.approx(50.0)
-    assert StepTimer(5).left() is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rpg.api import configure
 from rpg.run.config import Config
 from rpg.run.settings import build, change, to_yaml
 from rpg.tasks.loading import made_by_functions
+from rpg.training.loop import Trainer
 from rpg.trust import code_in
 
 TINY = {
@@ -203,6 +204,21 @@ def test_ones_own_run_goes_on_without_a_word_and_its_copy_does_not(tmp_path, evi
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "somebody"))
     with pytest.raises(ValueError, match="is no run of yours"):
         rpg.evaluate(moved, k=1, problems=1)
+
+
+def test_what_was_saved_of_ones_own_run_is_ones_own(tmp_path, evil, monkeypatch):
+    """Where its folder was deleted on the way, in another."""
+    mine, step = tmp_path / "mine", Trainer.step
+
+    def disturbed(self, *rest):
+        shutil.rmtree(mine, ignore_errors=True)
+        step(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", disturbed)
+        with pytest.raises(ValueError, match=r"was deleted while the run was going on\. Step 1 is saved"):
+            rpg.train(output=mine, steps=2, **TINY | {"task": {"reward": f"{evil}:score"}})
+    assert rpg.train(output=tmp_path / "mine-saved", resume=True).summary["step"] == 2
 
 
 def test_a_home_that_cannot_be_written_stops_no_run(tmp_path, evil, monkeypatch):

@@ -404,7 +404,8 @@ def test_a_teacher_may_be_an_adapter_or_a_run(tmp_path):
     policy = make_adapted(tmp_path)
     move_adapter(policy, 3)
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / "config.yaml").touch()
+    for name in ("config.yaml", "run.id"):
+        (tmp_path / "teacher" / name).touch()
     config, student = taught(tmp_path), make_policy()
     with pytest.raises(ValueError, match="teacher has no checkpoint yet"):
         load_teacher(config, student)

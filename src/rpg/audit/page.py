@@ -23,6 +23,7 @@ from .summary import (
     bias_text,
     finding,
     grade,
+    is_or_are,
     is_right,
     joined_labels,
     kl_finding,
@@ -65,7 +66,8 @@ def headline(report: AuditReport) -> str:
         return finding(report).rstrip(".")
     if wrong == 0:
         return f"All {total} losses have the exact gradient"
-    return f"{total - wrong} of {total} policy-gradient losses have the exact gradient"
+    right = total - wrong
+    return f"{right} of {total} policy-gradient losses {'has' if right == 1 else 'have'} the exact gradient"
 
 
 def _header(report: AuditReport, title: str) -> list[str]:
@@ -249,7 +251,8 @@ def lengths_section(report: AuditReport) -> str:
     caption = tag(
         "figcaption",
         "Relative bias on-policy, where no importance weight is needed: a ring where all responses have one length, "
-        f"a dot where they differ. {broken} of {len(report.lines)} losses are right with the ring, wrong with the dot.",
+        f"a dot where they differ. {broken} of {len(report.lines)} losses {is_or_are(broken)} right with the ring, "
+        "wrong with the dot.",
     )
     return tag(
         "section",
@@ -471,7 +474,7 @@ def _footer(report: AuditReport) -> str:
     audit = report.audit
     facts = {
         "versions": report.version_text,
-        "seeds": f"{audit.seeds} (0 to {audit.seeds - 1})",
+        "seeds": f"{audit.seeds} (0 to {audit.seeds - 1})" if audit.seeds > 1 else "1 (0)",
         "β": f"{audit.beta:g}",
         "drift": f"{audit.drift:g} (size of the random steps between the policies' parameters)",
         "date": report.date,

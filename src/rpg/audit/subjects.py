@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..console import choose
+from ..console import choose, describe
 from ..loss import clip
 from ..loss.methods import Algorithm, algorithm, algorithms
 from ..loss.objective import DIVERGENCES
@@ -23,6 +23,10 @@ from .measure import Coefficients, Subject
 from .problem import FEEDS, EnumeratedBatch
 
 OBJECTIVE_OF_LEVEL = {"token": "token", "sequence": "sequence", "sequence-mean": "geometric"}
+
+
+class LossFailed(ValueError):
+    """A loss of the user's raised; the text is one line."""
 
 
 def unclipped(loss: PolicyLoss) -> PolicyLoss:
@@ -92,13 +96,20 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
         values = dict(zip(names, (logp_NT, b.old_logp_NT, b.advantages_N, b.mask_NT, b.ref_logp_NT), strict=True))
         extra = {"beta": beta} if "beta" in parameters else {}
         if by_name:
-            out = fn(**{k: v for k, v in values.items() if k in parameters or takes_any}, **extra)
+            given = {k: v for k, v in values.items() if k in parameters or takes_any}
         else:
-            out = fn(*list(values.values())[: len(parameters) - len(extra)], **extra)
+            given = dict(list(values.items())[: len(parameters) - len(extra)])
+        try:
+            out = fn(**given, **extra) if by_name else fn(*given.values(), **extra)
+        except Exception as error:
+            shapes = [f"{k} {[*v.shape]}" for k, v in given.items()] + [f"{k} {v:g}" for k, v in extra.items()]
+            raise LossFailed(f"{name} raised {describe(error)} (called with {', '.join(shapes)})") from error
         loss = out[0] if isinstance(out, tuple) else getattr(out, "loss", out)
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise TypeError(f"{name} must return a loss that depends on logp; got {type(loss).__name__}")
-        (c_NT,) = torch.autograd.grad(loss.sum(), logp_NT)
+        (c_NT,) = torch.autograd.grad(loss.sum(), logp_NT, allow_unused=True)
+        if c_NT is None:
+            raise TypeError(f"{name} must return a loss that depends on logp; it has no gradient there")
         return c_NT
 
     return Subject(name, "user", divergence, objective, compute, feeds=tuple(FEEDS))

@@ -116,6 +116,20 @@ class Line:
         return [check for check, bias in self.checks.items() if not bias <= RIGHT]
 
     @property
+    def off(self) -> list[str]:
+        """Where they failed: all six settings; in the box: ref=old; top-p: 0.9, 0.7"""
+        places = {
+            f"{n} lengths": [SHORT[s] for s in SCENARIOS if not self.row(s, n).worst_bias <= RIGHT] for n in LENGTHS
+        }
+        everywhere = all(len(scenarios) == len(SCENARIOS) for scenarios in places.values())
+        if everywhere:
+            places = {}
+        places["in the box"] = [SHORT[r.scenario] for r in self.box if not r.worst <= RIGHT]
+        places["top-p"] = [f"{r.top_p:g}" for r in self.truncated if r.usual and not r.worst_bias <= RIGHT]
+        listed = [f"{place}: {', '.join(where)}" for place, where in places.items() if where]
+        return ["all six settings", *listed] if everywhere else listed
+
+    @property
     def name(self) -> str:
         return self.subject.name
 
@@ -291,7 +305,9 @@ def finding(report: AuditReport) -> str:
     if losses["everywhere"] == total:
         return f"All {total} losses have the exact gradient in every setting."
     others = [f"{n} {_ONLY[where]}" for where, n in losses.items() if n and where != "everywhere"]
-    return f"{losses['everywhere']} of {total} losses have the exact gradient in every setting; {', '.join(others)}."
+    right = losses["everywhere"]
+    has = "has" if right == 1 else "have"
+    return f"{right} of {total} losses {has} the exact gradient in every setting; {', '.join(others)}."
 
 
 _ONLY = {
@@ -306,9 +322,21 @@ _ONLY = {
 def shipped_finding(report: AuditReport) -> str:
     """How many are exact with their clip on, where it does nothing, and how many under top-p sampling."""
     total = len(report.lines)
+    if total == 1:
+        (line,) = report.lines
+        biases = (line.box_error, line.truncated_bias())
+        in_box, cut = ("exact" if is_right(bias) else f"off by {bias_text(bias)}" for bias in biases)
+        return f"As shipped, inside its clip, it is {in_box}; under top-p {SHOWN:g} sampling it is {cut}."
     box = sum(is_right(line.box_error) for line in report.lines)
     truncated = sum(is_right(line.truncated_bias()) for line in report.lines)
-    return f"As shipped, inside their clip, {box} of {total} are exact; under top-p {SHOWN:g} sampling {truncated}."
+    return (
+        f"As shipped, inside their clip, {box} of {total} {is_or_are(box)} exact; under top-p {SHOWN:g} sampling "
+        f"{truncated}."
+    )
+
+
+def is_or_are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def feed_findings(report: AuditReport) -> list[str]:
@@ -343,15 +371,21 @@ def off_policy_finding(library: Library) -> str:
     """Of its losses with a KL term: how many are exact with three policies, and how far off the others are."""
     if not library.with_kl:
         return "no KL term"
-    right = f"{len(library.right_off_policy)} of {len(library.with_kl)} with a KL are right off-policy"
+    count = len(library.right_off_policy)
+    right = f"{count} of {len(library.with_kl)} with a KL {is_or_are(count)} right off-policy"
     off = [line.bias(THREE_POLICIES) for line in library.with_kl if line not in library.right_off_policy]
-    return f"{right}, the others off by {span(off)}" if off else right
+    if not off:
+        return right
+    return f"{right}, the {'other' if len(off) == 1 else 'others'} off by {span(off)}"
 
 
 def kl_finding(library: Library) -> str:
     """How far off its KL terms are, alone, with three policies."""
     off = [b for line in library.with_kl if (b := line.kl_bias()) is not None and not is_right(b)]
-    return f"those that are wrong off-policy are off by {span(off)}" if off else "all right"
+    if not off:
+        return "all right"
+    wrong = "the one that is wrong off-policy is" if len(off) == 1 else "those that are wrong off-policy are"
+    return f"{wrong} off by {span(off)}"
 
 
 def merge(lines: Iterable[Line], values: Callable[[Line], tuple[float | None, ...]]) -> list[tuple[str, Line]]:

@@ -78,12 +78,13 @@ def run_audit(args: argparse.Namespace) -> int:
 
     from .. import audit
     from ..audit import page, picture, table
+    from ..audit.subjects import LossFailed
     from ..audit.summary import AuditReport
 
     torch.set_num_threads(1)  # the tensors are tiny
     with contextlib.redirect_stdout(sys.stderr):  # whatever other people's modules print
         subjects, messages = _subjects(args)
-        with _progress(len(subjects)) as progress:
+        with _progress(len(subjects)) as progress, one_line("", LossFailed):
             result = audit.run(subjects, args.seeds, args.beta, args.drift, messages, progress)
     report = AuditReport.of(result, subjects, args.line)
     document = json.dumps(report.as_dict(), indent=1, ensure_ascii=False) + "\n"
@@ -152,7 +153,7 @@ def _subject(name: str, args: argparse.Namespace) -> Subject:
     with one_line(f"{name}: "):
         subject = replace(resolve(name, args.divergence, args.objective), source="user")
     batch = EnumeratedProblem("three policies", variable=True, seed=0, drift=args.drift).batch
-    with one_line(f"{name} failed on a batch: "):
+    with one_line(""):
         cut = share_without_reward(subject, batch, args.beta)
     if subject.clipped is None and cut:
         hint = f"{cut:.0%} of its tokens do not answer to the reward (a clip?): --drift 0.05 keeps ratios inside ±20 %"
@@ -172,9 +173,11 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _strict(report: AuditReport) -> int:
-    failed = [f"{line.name} ({', '.join(line.failed)})" for line in report.lines if line.failed]
+    """The last lines: a line for each loss that failed, with the settings and columns it failed in."""
+    failed = [f"  {line.name}: {'; '.join(line.off)}" for line in report.lines if line.failed]
     if failed:
-        print(f"rpg audit: off by more than {STRICT:g}: {'; '.join(failed)}", file=sys.stderr)
+        sys.stdout.flush()
+        print("\n".join([f"rpg audit: off by more than {STRICT:g}:", *failed]), file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..api import configure
-from ..console import Mistake
+from ..console import Mistake, own_command
 from ..run.config import Config
+from ..run.folder import settings_of
 from ..run.settings import add_flags, given, to_yaml
 from ..trust import HELP as TRUST
 
@@ -77,6 +78,8 @@ def _export(args: argparse.Namespace, write: Any) -> int:
     from ..run.auto import refuse_ruin, settled
     from ..run.checkpoint import CheckpointError
 
+    if args.recipe.is_dir():
+        raise Mistake(_no_recipe(args.recipe, args.engine))
     folder = args.folder or _free(Path("export") / f"{args.recipe.stem}-{args.engine}")
     try:
         if _taken(folder):
@@ -88,6 +91,13 @@ def _export(args: argparse.Namespace, write: Any) -> int:
     except (ValueError, OSError, CheckpointError) as error:
         raise Mistake(" ".join(str(error).split())) from error
     return 0
+
+
+def _no_recipe(folder: Path, engine: str) -> str:
+    if (file := settings_of(folder)) is None:
+        return f"{folder} is a folder: give a recipe, a YAML file of settings"
+    command = f"{own_command()} export {engine} {shlex.quote(str(file))}"
+    return f"{folder} is a run's folder, not a recipe: give the settings in it, {command}"
 
 
 def _taken(folder: Path) -> bool:

@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 FLAGS = ("task", "device", "dtype", "model_options", "rollout.end_tokens", "rollout.top_k", "rollout.min_p")
 SHORT = ("task.name", "task.test")
 OPTIONS = ("task", "temperature", "top_p", "max_new_tokens", "checkpoint", "trust")
-SAMPLE_EXAMPLES = """\
+SUMS = "builtin knows sums: 3 to 6 whole numbers from 1 to 20, with +, - and *, no brackets, nothing above 199"
+SAMPLE_EXAMPLES = f"""\
+{SUMS}
+
 examples:
   rpg sample builtin "7+3*8-4"                              four responses, each with its log-probability and reward
   rpg sample runs/latest                                    to a held-out problem of the run's task (--seed 1: another)
   rpg sample Qwen/Qwen3-0.6B "Why is the sky blue?" --n 1 --temperature 0
   cat prompt.txt | rpg sample runs/latest - --json"""
-CHAT_EXAMPLES = """\
+CHAT_EXAMPLES = f"""\
 /quit or Ctrl-D ends, /new forgets what was said, Ctrl-C stops a response. From a pipe each line is a turn.
+{SUMS}
 
 examples:
   rpg chat runs/latest
@@ -136,11 +140,16 @@ def run_sample(args: argparse.Namespace) -> int:
 def _show(asked: Question, responses: list[Sampled], given_prompt: bool) -> None:
     if not given_prompt:
         print(on_terminal(asked.problem.prompt.rstrip()), end="\n\n")
-    for number, response in enumerate(responses, 1):
-        facts = [f"log-probability {response.logp:.2f}", f"{response.tokens} tokens"]
+    alike: dict[tuple[object, ...], list[int]] = {}  # the places of equal responses
+    for place, response in enumerate(responses):
+        alike.setdefault((response.text, response.tokens, response.finished, response.reward), []).append(place)
+    for first, *others in alike.values():
+        response = responses[first]
+        facts = [f"×{1 + len(others)}"] if others else []
+        facts += [f"log-probability {response.logp:.2f}", f"{response.tokens} tokens"]
         facts += [] if response.finished else ["cut"]
         facts += [] if response.reward is None else [f"reward {response.reward:g}"]
-        print(f"── {number}/{len(responses)}  {'  '.join(facts)}\n{on_terminal(response.text)}\n")
+        print(f"── {first + 1}/{len(responses)}  {'  '.join(facts)}\n{on_terminal(response.text)}\n")
 
 
 # ---- rpg chat --------------------------------------------------------------------------------------------------------

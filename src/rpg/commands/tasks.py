@@ -35,7 +35,7 @@ OTHERS = {
     "0.7*gsm8k + 0.3*math": "several at once, in exact proportions",
 }
 ABOUT = {
-    "arithmetic": "sums and products in one line, endless",
+    "arithmetic": "+, - and * of 3 to 6 whole numbers from 1 to 20, no brackets, nothing below 0 or above 199; endless",
     "countdown": "reach a number with given numbers, endless",
     "mixed": "the one or the other at random",
 }
@@ -97,7 +97,7 @@ def _list() -> None:
 def _show(task: Task) -> None:
     from ..tasks.templates import fill
 
-    _say(task.name)
+    _say(f"{task.name}: {ABOUT[task.name]}" if task.name in ABOUT else task.name)
     for title, problems in [("train", task.train), *((f"test {name}", test) for name, test in task.tests.items())]:
         _say(f"  {title}: {describe(problems)}")
     for problem in _examples(task):

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..api import configure, fit
 from ..console import Mistake, clock, discard, first_of_launch, own_command, printable, reaches, several
+from ..run.auto import refuse_ruin, settled
 from ..run.config import Config
 from ..run.folder import read_rows
 from ..run.settings import add_flags, given
@@ -47,8 +48,8 @@ def add_train(commands: Any) -> None:
         nargs="?",
         const=HERE,
         metavar="DEVICE",
-        help="print what the run would need and take, and stop: on this machine's device, or on h200, h100, a100, "
-        "l40s, rtx4090 or cpu",
+        help="print what the run would need and take, and stop, with exit code 1 if something is crossed (✗): on this "
+        "machine's device, or on h200, h100, a100, l40s, rtx4090 or cpu",
     )
     add_flags(parser, Config)
     parser.set_defaults(run=run_train)
@@ -64,7 +65,8 @@ def run_train(args: argparse.Namespace) -> int:
                         "--dry-run plans for one process: leave torchrun out (docs/multi-gpu.md for several)"
                     )
                 return _dry_run(config, args.dry_run, args.resume)
-            shown = stack.enter_context(opening(config, first_of_launch(), "torch, "))
+            refuse_ruin(settled(config))
+            shown = stack.enter_context(opening(config, first_of_launch(), "torch and "))
             from ..distributed.ranks import joined  # imports torch, which takes seconds
             from ..training.loop import Failed
 
@@ -88,11 +90,12 @@ def run_train(args: argparse.Namespace) -> int:
 
 def _dry_run(config: Config, device: str, resume: bool) -> int:
     from ..plan.plan import plan
-    from ..plan.table import show
+    from ..plan.table import refused, show
 
     planned = plan(config, device or None)
-    show(replace(planned, disk=replace(planned.disk, holds_run=planned.disk.holds_run and not resume)))
-    return 0
+    planned = replace(planned, disk=replace(planned.disk, holds_run=planned.disk.holds_run and not resume))
+    show(planned)
+    return int(refused(planned))
 
 
 def _closing(summary: dict[str, Any], config: Config) -> str:

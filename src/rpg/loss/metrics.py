@@ -7,6 +7,9 @@ the same on- and off-policy.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +21,25 @@ from .terms import Terms
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 QUANTILE_SAMPLE = 16_384  # quantiles of more elements than this are taken over about as many, evenly spaced
+IN_SHORT = ("ess", "kl/old", "clip/low", "clip/high")  # what a printed LossOutput shows of them
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """``loss`` has the gradient; ``metrics`` are detached 0-d tensors, computed when first read."""
+
+    loss: Tensor
+    _diagnose: Callable[[], dict[str, Tensor]]
+
+    @cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        return self._diagnose()
+
+    def __repr__(self) -> str:
+        """LossOutput(loss=0.1234, 17 metrics: ess=0.98, kl/old=0.0059, …)"""
+        loss = f"{self.loss.item():.4g}" if self.loss.dim() == 0 else f"{[*self.loss.shape]}"
+        shown = [f"{name}={float(self.metrics[name]):.3g}" for name in IN_SHORT if name in self.metrics]
+        return f"LossOutput(loss={loss}, {len(self.metrics)} metrics: {', '.join([*shown, '…'])})"
 
 
 @torch.no_grad()

@@ -5,9 +5,7 @@ What multiplies ∇log π is in ``terms.py``; the divergences are in ``objective
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,27 +15,13 @@ from .clip import KL3, Box, Clip, DualClip, LogBox, Seen, TrustRegion
 from .control_variate import control_variate
 from .gates import Gate, Tokens
 from .inputs import Inputs, check_batch, check_shape
-from .metrics import measure
+from .metrics import LossOutput, measure
 from .mismatch import Mismatch, SequenceMask
 from .objective import DIVERGENCES, LEVELS, Ratios, at_level, bounded, kl_to_go_weight
 from .terms import Terms
 
 ESTIMATORS = ("differentiable", "reinforce")
 REDUCTIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "none")
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """``loss`` has the gradient; ``metrics`` are detached 0-d tensors, computed when first read."""
-
-    loss: Tensor
-    _diagnose: Callable[[], dict[str, Tensor]]
-
-    @cached_property
-    def metrics(self) -> dict[str, Tensor]:
-        return self._diagnose()
-
-
 _WHY_NEEDED = {"ref_logp": "its KL is anchored elsewhere than at old", "keep": "see rpg.clip.curvature_keep"}
 
 

@@ -6,6 +6,7 @@ tensor at a time: no whole model is ever in memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..console import first_line, one_of
+from ..console import describe, first_line, one_of
 from . import BUILTIN, adapters
 from .errors import Explained
 from .loading import HUB_ID, SHARED, TOKENIZERS, load
@@ -92,18 +93,19 @@ class Source:
     def files(self) -> dict[str, Path]:
         """Where each tensor is."""
         if (index := self.folder / INDEX).is_file():
-            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: self.folder / file for name, file in placed.items()}
-        with safe_open(self.folder / SINGLE, "pt") as file:
+            with _intact(index):
+                placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return {name: self.folder / file for name, file in placed.items()}
+        with _opened(self.folder / SINGLE) as file:
             return dict.fromkeys(file.keys(), self.folder / SINGLE)
 
     def tensor(self, name: str) -> Tensor:
         """In float32 where the optimiser's own copy is known, of which the file has the rounded one."""
-        with safe_open(self.files[name], "pt") as file:
+        with _opened(self.files[name]) as file:
             value: Tensor = file.get_tensor(name)
         if (key := f"{name}/master") not in self.masters:
             return value
-        with safe_open(self.optimizer, "pt") as file:
+        with _opened(self.optimizer) as file:
             master: Tensor = file.get_tensor(key)
         same = master.shape == value.shape and torch.equal(master.to(value.dtype), value)
         return master if same else value  # of schedule-free, files have averages and masters are none
@@ -117,21 +119,39 @@ class Source:
     def masters(self) -> frozenset[str]:
         if self.folder.name != "model" or not self.optimizer.is_file():
             return frozenset()
-        with safe_open(self.optimizer, "pt") as file:
+        with _opened(self.optimizer) as file:
             keys = file.keys()
         return frozenset(key for key in keys if key.endswith("/master"))
 
     def about(self, name: str) -> tuple[list[int], torch.dtype]:
         """Shape and type; an empty slice has the latter."""
-        with safe_open(self.files[name], "pt") as file:
+        with _opened(self.files[name]) as file:
             part = file.get_slice(name)
             shape = list(part.get_shape())
             return shape, (part[:0] if shape else file.get_tensor(name)).dtype
 
     @property
     def tied(self) -> bool:
-        settings = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        with _intact(self.folder / "config.json") as file:
+            settings = json.loads(file.read_text(encoding="utf-8"))
         return bool(settings.get("tie_word_embeddings", settings.get("text_config", {}).get("tie_word_embeddings")))
+
+
+@contextlib.contextmanager
+def _intact(file: Path) -> Iterator[Path]:
+    """Within, a file that is missing or damaged is one line that names it."""
+    try:
+        yield file
+    except FileNotFoundError as error:
+        raise ValueError(f"{file} is missing, the model is not whole: fetch it again, or merge without it") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise ValueError(f"{file} is damaged ({describe(error)}): fetch it again, or merge without it") from error
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    with _intact(file), safe_open(file, "pt") as tensors:
+        yield tensors
 
 
 def open_source(name: str, scratch: Path, options: Mapping[str, Any] | None = None) -> Source:

@@ -27,6 +27,7 @@ class Data:
     tests: dict[str, int | None]  # held-out sets and their rows
     evaluated: int  # problems of one evaluation
     prompt: int  # tokens, assumed
+    guessed: bool  # with nothing to go by
 
 
 def data_of(config: Config) -> Data:
@@ -49,7 +50,7 @@ def data_of(config: Config) -> Data:
                 tests[name] = None
     evaluated = sum(min(most, number or most) for number in tests.values())
     prompt = min(_prompt(config), config.rollout.max_prompt_tokens)
-    return Data(task.name, rows, tests, evaluated, prompt)
+    return Data(task.name, rows, tests, evaluated, prompt, guessed=task.name not in BUILTIN)
 
 
 def rows_of(name: str) -> int | None:

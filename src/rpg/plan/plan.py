@@ -77,7 +77,11 @@ class Disk:
     holds_run: bool
     checkpoint: int  # bytes
     kept: int  # at most
-    free: int
+    free: int | None  # None: on another machine, of which nothing is known
+
+    @property
+    def needed(self) -> int:
+        return self.checkpoint * self.kept
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class Plan:
 
     @property
     def fits_disk(self) -> bool:
-        return self.disk.checkpoint * self.disk.kept <= self.disk.free
+        return self.disk.free is None or self.disk.needed <= self.disk.free
 
     @property
     def tokens(self) -> int:
@@ -128,8 +132,9 @@ def plan(
     shares: tuple[float, float, float] = SHARES,
     prompt_tokens: int | None = None,
 ) -> Plan:
-    """``device``: a name of devices.py; None: the one that the run would have. ``shares`` and ``prompt_tokens`` are
-    what is assumed of lengths. A mistake in the settings is a ValueError of one line."""
+    """``device``: a name of devices.py; None: the one that the run would have. Of a GPU that is named, the disk is
+    not this machine's. ``shares`` and ``prompt_tokens`` are what is assumed of lengths. A mistake in the settings is a
+    ValueError of one line."""
     auto = {path: why for path, (_, why) in choices(config).items()}
     config = settled(config)
     method = method_of(config)
@@ -161,7 +166,12 @@ def plan(
         warnings += _unchecked_tokens(config, model, dtype) if taught else ()
     prompt = prompt_tokens or data.prompt
     against = [objection.text for objection in objections(config)]
-    against += _too_long(model.model.config.get_text_config(), prompt, rollout.max_new_tokens)
+    if config.insist:
+        warnings, against = [*against, *warnings], []
+    context = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int) and prompt + rollout.max_new_tokens > context:
+        certain = prompt_tokens is not None or not data.guessed or rollout.max_new_tokens >= context
+        (against if certain else warnings).append(_too_long(context, prompt, rollout.max_new_tokens))
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
         more = min(MOST_MORE, rollout.oversample / kept) if method.dynamic else 1.0
@@ -193,17 +203,15 @@ def plan(
         high=cases[2],
         evaluations=_evaluations(config, cases[1].steps),
         data=data,
-        disk=_disk(config, model, needed),
+        disk=_disk(config, model, needed, here=device is None or chosen.cpu),
     )
 
 
-def _too_long(shape: Any, prompt: int, new: int) -> Iterator[str]:
-    context = getattr(shape, "max_position_embeddings", None)
-    if isinstance(context, int) and prompt + new > context:
-        yield (
-            f"rollout.max_new_tokens {new:,} and prompts of some {prompt} tokens do not fit into the {context:,} of "
-            f"the model: give at most {max(1, context - prompt):,}, or auto"
-        )
+def _too_long(context: int, prompt: int, new: int) -> str:
+    return (
+        f"rollout.max_new_tokens {new:,} and prompts of some {prompt} tokens do not fit into the {context:,} of "
+        f"the model: give at most {max(1, context - prompt):,}, or auto"
+    )
 
 
 def _device(config: Config, name: str | None) -> tuple[Device, torch.dtype]:
@@ -298,17 +306,17 @@ def _seconds(
     )
 
 
-def _disk(config: Config, model: Shell, needed: memory.Memory) -> Disk:
+def _disk(config: Config, model: Shell, needed: memory.Memory, here: bool) -> Disk:
     folder = next_folder(config.algorithm) if config.output == AUTO else Path(config.output)
     keep = config.checkpoint
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    if not there.is_dir() or (here and not os.access(there, os.W_OK)):
         raise ValueError(f"output: cannot write into {there}; give another folder with --output")
     weights = sum(x.nbytes for x in adapter_weights(model.model).values()) if adapted(model.model) else needed.weights
     return Disk(
         folder=str(folder),
-        holds_run=holds_run(folder) is not None,
+        holds_run=here and holds_run(folder) is not None,
         checkpoint=weights + needed.masters + needed.moments + (config.reference.model is None) * needed.reference,
         kept=keep.keep + keep.best + 1 if keep.keep else 0,  # a new one is whole before an old one goes
-        free=shutil.disk_usage(there).free,
+        free=shutil.disk_usage(there).free if here else None,
     )

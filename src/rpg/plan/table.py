@@ -31,6 +31,7 @@ PARTS = {
     "cache": "keys and values, {slots} at a time",
     "activations": "{tokens:,} tokens at a time{recompute}",
 }
+MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "")}
 
 
 def show(plan: Plan) -> None:
@@ -52,7 +53,8 @@ def _show(plan: Plan, to: Console) -> None:
     for line in _assumptions(plan):
         to.print(Text(line, style="dim"))
     for ok, line in verdicts(plan):
-        to.print(Text(f"{'✓' if ok else '✗'} {line}", style="green" if ok else "bold red"))
+        mark, style = MARKS[ok]
+        to.print(Text(f"{mark} {line}", style=style))
     for text in plan.warnings:
         to.print(Text(f"! {text}", style="yellow"))
 
@@ -169,8 +171,8 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     yield f"Device: {plan.device.source}."
 
 
-def verdicts(plan: Plan) -> Iterator[tuple[bool, str]]:
-    """(good, one line) for what is learnt, memory, disk and the folder."""
+def verdicts(plan: Plan) -> Iterator[tuple[bool | None, str]]:
+    """(good, one line) for what is learnt, memory, disk and the folder; None: it cannot be known here."""
     for text in plan.objections:
         yield False, text
     used = plan.memory.total / plan.device.memory
@@ -185,9 +187,20 @@ def verdicts(plan: Plan) -> Iterator[tuple[bool, str]]:
     files = "config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.html"
     if disk.holds_run:
         yield False, f"{disk.folder} holds a run already: give --resume to go on with it, or another --output"
-    size = f"{gb(disk.checkpoint)} GB each, {disk.kept} at most at a time; {gb(disk.free)} GB are free"
-    text = f"writes {disk.folder}: {files}, checkpoints of {size}" if disk.kept else f"writes {disk.folder}: {files}"
-    yield plan.fits_disk, text if plan.fits_disk else f"{text}: lower checkpoint.keep, or give another --output"
+    text = f"writes {disk.folder}: {files}"
+    if disk.kept:
+        text += f", checkpoints of {gb(disk.checkpoint)} GB each, {disk.kept} at most at a time"
+    if disk.free is None:
+        yield None, f"{text}: {gb(disk.needed)} GB of disk" if disk.kept else text
+    elif plan.fits_disk:
+        yield True, f"{text}; {gb(disk.free)} GB are free" if disk.kept else text
+    else:
+        yield False, f"{text}; {gb(disk.free)} GB are free: lower checkpoint.keep, or give another --output"
+
+
+def refused(plan: Plan) -> bool:
+    """Whether something in it is crossed."""
+    return any(ok is False for ok, _ in verdicts(plan))
 
 
 def way_out(plan: Plan) -> str:

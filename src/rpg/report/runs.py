@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..run.folder import read_rows, read_text
+from ..run.folder import SETTINGS, is_run, read_rows, read_text
 from ..yaml_text import load_yaml
 from .metrics import Metrics, Row, finite
 from .responses import read_responses
-
-FILES = ("metrics.jsonl", "summary.json")  # either makes a folder a run
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,6 @@ class RunData:
         return float(speeds[len(speeds) // 2]) if len(speeds) else None
 
 
-def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in FILES)
-
-
 def find_runs(folder: str | Path) -> list[Path]:
     """The folder itself if it is a run, else those of its children that are."""
     folder = Path(folder)
@@ -104,7 +98,7 @@ def read_run(folder: str | Path) -> RunData:
     return RunData(
         name=str(summary.get("name") or folder.resolve().name),
         folder=folder,
-        config=_document(folder / "config.yaml", _yaml, remarks),
+        config=_document(folder / SETTINGS, _yaml, remarks),
         summary=summary,
         rows=rows,
         samples=samples,

@@ -74,8 +74,9 @@ def objections(config: Config) -> Iterator[Objection]:
         return  # of what is not there it is said when it is loaded
     trained, usual = TRAINED[model.kind], RATES[model.kind]
     if lr >= RUINOUS[model.kind]:
+        insisting = "" if config.insist else ", or give --insist"
         yield Objection(
-            f"optim.lr {lr:g} on {trained} ruins it: {usual:g} is usual; leave --optim.lr away, or give --insist",
+            f"optim.lr {lr:g} on {trained} ruins it: {usual:g} is usual; leave --optim.lr away{insisting}",
             fatal=not config.insist,
         )
     elif lr > HIGH[model.kind]:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .folder import locked
+from .folder import locked, settings_of
 
 FORMAT = 1
 MANIFEST = "trainer/manifest.json"
@@ -142,7 +142,7 @@ def folders(root: Path) -> dict[int, Path]:
 
 def model_of(name: str) -> str:
     """A model's name, or of a run's folder the model in its newest checkpoint."""
-    if not (Path(name) / "config.yaml").is_file():
+    if settings_of(Path(name)) is None:
         return name
     saved = folders(Path(name) / "checkpoints")
     if not saved:

@@ -17,9 +17,37 @@ AUTO = "auto"  # output: the next free folder in RUNS
 RUNS = Path("runs")
 LATEST = RUNS / "latest"
 MARKER = "run.id"
+SETTINGS = "config.yaml"
+WRITTEN = (MARKER, "metrics.jsonl", "summary.json")  # one of them, or a checkpoint, makes a folder a run's
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a link in a folder from elsewhere may lead to any file
-FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
+FILES = (SETTINGS, "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
 FOLDERS = ("checkpoints", "tensorboard", "bad", "model", "trainer")  # the last two are a checkpoint's
+
+
+# ---- what is a run's folder ------------------------------------------------------------------------------------------
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written here. Settings alone are a recipe, whatever their file is called."""
+    return any(os.path.isfile(folder / name) for name in WRITTEN) or has_checkpoint(folder)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/step-*"))
+
+
+def settings_of(folder: Path) -> Path | None:
+    """The settings of the run in this folder. None: it is no run's, or they are gone."""
+    file = folder / SETTINGS
+    return file if os.path.isfile(file) and is_run(folder) else None
+
+
+def holds_run(folder: Path) -> str | None:
+    """The first thing in this folder that a new run would write over, or mix with its own."""
+    for name in FILES:
+        if (folder / name).is_file() and (folder / name).stat().st_size:
+            return name
+    return next((name for name in FOLDERS if (folder / name).is_dir() and any((folder / name).iterdir())), None)
 
 
 # ---- which folder ----------------------------------------------------------------------------------------------------
@@ -37,26 +65,27 @@ def folder_to_resume(output: str) -> Path:
         return Path(output)
     if LATEST.is_symlink() and not _failed_at_once(followed(LATEST)):
         return followed(LATEST)
-    files = [path for path in RUNS.glob("*/config.yaml") if not path.parent.is_symlink()]
+    check_place(RUNS)
+    files = [file for path in RUNS.glob("*") if not path.is_symlink() and (file := settings_of(path)) is not None]
     runs = [path.parent for path in sorted(files, key=lambda path: path.stat().st_mtime)]
     if not runs:
         raise ValueError(f"nothing to resume: there is no run in {RUNS}/; name its folder with --output")
     return next((run for run in reversed(runs) if not _failed_at_once(run)), runs[-1])
 
 
+def settings_to_resume(folder: Path) -> Path:
+    check_place(folder)
+    if (file := settings_of(folder)) is None:
+        lacking = "run" if (folder / SETTINGS).is_file() else SETTINGS
+        raise ValueError(f"nothing to resume in {folder}: there is no {lacking}")
+    return file
+
+
 def _failed_at_once(run: Path) -> bool:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         failed = json.loads((run / "summary.json").read_text(encoding="utf-8")).get("status") == "failed"
-        return failed and not any(run.glob("checkpoints/step-*"))
+        return failed and not has_checkpoint(run)
     return False
-
-
-def holds_run(folder: Path) -> str | None:
-    """The first thing of a run that lies in this folder."""
-    for name in FILES:
-        if (folder / name).is_file() and (folder / name).stat().st_size:
-            return name
-    return next((name for name in FOLDERS if (folder / name).is_dir() and any((folder / name).iterdir())), None)
 
 
 def link_latest(folder: Path) -> None:
@@ -64,7 +93,7 @@ def link_latest(folder: Path) -> None:
     none, the runs do without."""
     with contextlib.suppress(OSError, ValueError):
         target = folder.resolve().relative_to(RUNS.resolve())
-        if target == Path() or (LATEST.exists() and not LATEST.is_symlink()):
+        if target == Path() or _is_no_link(LATEST):
             return
         new = LATEST.with_name(f".latest-{new_id()}")
         try:
@@ -76,7 +105,7 @@ def link_latest(folder: Path) -> None:
 
 def followed(path: Path) -> Path:
     """What a link leads to now, as it may lead elsewhere soon."""
-    return path.parent / path.readlink() if path.is_symlink() else path
+    return path.parent / path.readlink() if os.path.islink(path) else path  # islink: also where one may not look
 
 
 # ---- whose it is -----------------------------------------------------------------------------------------------------
@@ -196,10 +225,33 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
+def check_place(folder: Path, warn: Callable[[str], None] = lambda text: None) -> None:
+    """That a run can write here; ``warn`` is told where runs/latest cannot lead to it."""
+    for path in (folder, *folder.parents):
+        with contextlib.suppress(PermissionError):  # of a folder that may not be looked into: the next one
+            if path.is_symlink() and not path.exists():
+                raise ValueError(f"output: {path} is a link that leads nowhere; give a folder with --output")
+            if not path.exists():
+                continue
+            if not path.is_dir():
+                raise ValueError(f"output: {path} is a file; give a folder with --output")
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise ValueError(f"output: cannot write into {path.absolute()}; give another folder with --output")
+            break
+    if _is_no_link(LATEST) and folder != LATEST and folder.absolute().is_relative_to(RUNS.absolute()):
+        warn(
+            f"{LATEST} is no link, so it stays as it is and will not lead to this run: move it away, or give a folder "
+            "elsewhere with --output"
+        )
+
+
+def _is_no_link(path: Path) -> bool:
+    return os.path.exists(path) and not os.path.islink(path)
+
+
 def check_free(folder: Path) -> None:
     """For a new run."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output: {folder} is a file; give a folder with --output")
+    check_place(folder)
     if (found := holds_run(folder)) is not None:
         raise ValueError(
             f"{folder} holds a run already ({found} is there): give --resume to go on with it, or another --output"

@@ -180,11 +180,13 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write in the place of this one: the old content or the new, never a part of it."""
     new = path.with_name(path.name + ".new")
     try:
-        with _naming("write", path), new.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(new, path)
+        with _naming("write", path):
+            new.unlink(missing_ok=True)  # of a process that was killed, or a link out of a folder from elsewhere
+            with new.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
 

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,9 @@ def end_of(text: str, width: int) -> str:
 
 
 class StepTimer:
-    """Time left: a median of recent steps, so that one slow step changes little, and the evaluations still to come."""
+    """Time left: the last steps, so that it follows a machine that slows down, and the evaluations still to come."""
 
-    RECENT = 15
+    RECENT, RECENT_EVALS = 5, 3
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, 0
@@ -90,19 +90,27 @@ class StepTimer:
             self._steps = [*self._steps, max(0.0, took - spent)][-self.RECENT :]
         if any(EVAL.fullmatch(name) for name in row):
             self._evaluated = [*self._evaluated, self.done][-2:]
-            self._evals = [*self._evals, spent][-5:]
+            self._evals = [*self._evals, spent][-self.RECENT_EVALS :]
 
     def seconds_a_step(self) -> float | None:
-        return statistics.median(self._steps) if self._steps else None
+        return _usual(self._steps) if self._steps else None
 
     def left(self, now: float | None = None) -> float | None:
-        each = self.seconds_a_step()
-        if each is None:
-            return None
-        todo = max(0, self.steps - self.done)
-        seconds = todo * each
-        if todo and len(self._evaluated) == 2:
+        """A step that takes longer than those before takes no time from those after it."""
+        each, todo = self.seconds_a_step(), max(0, self.steps - self.done)
+        if each is None or not todo:
+            return None if each is None else 0.0
+        seconds, under_way = todo * each, each
+        if len(self._evaluated) == 2:
             every = max(1, self._evaluated[1] - self._evaluated[0])
-            seconds += math.ceil(todo / every) * statistics.median(self._evals)
+            evaluation = _usual(self._evals)
+            seconds += math.ceil(todo / every) * evaluation
+            under_way += evaluation if todo == 1 or self.done + 1 == self._evaluated[1] + every else 0.0
         now = time.monotonic() if now is None else now
-        return max(0.0, seconds - (now - self.last)) if todo else 0.0
+        return seconds - min(now - self.last, under_way)
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """Their mean, without the slowest and the fastest: one slow step changes little."""
+    ordered = sorted(seconds)
+    return statistics.fmean(ordered[1:-1] or ordered[:1])

@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import io
 import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,40 +48,52 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
-    """Event files in the run's folder; the import (0.13 s after torch's) waits for the first row."""
+    """Event files in the run's folder; the import (0.13 s after torch's) waits for the first row.
+
+    TensorBoard's own writer has a thread that opens the file by its path again and again, and prints a traceback when
+    the folder is gone. This one has the file open, as the run has its others.
+    """
 
     name = "log.tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
-        self._writer: Any = None
+        self._file: Any = None
 
-    def _open(self) -> Any:
-        if self._writer is None:
-            try:
-                module = importlib.import_module("torch.utils.tensorboard")
-            except ImportError as error:
-                raise RuntimeError(f"needs: {install('tensorboard')}") from error
-            purge = None if self._run.resume is None else self._run.resume + 1
-            folder = str(self._run.folder / "tensorboard")
-            self._writer = module.SummaryWriter(folder, purge_step=purge, flush_secs=10)
-        return self._writer
+    def _open(self) -> None:
+        """A file of this process's own. On a resume it says from which step on the older ones are outdated."""
+        try:
+            self._made_by = importlib.import_module("torch.utils.tensorboard")
+            records = importlib.import_module("tensorboard.summary.writer.record_writer")
+        except ImportError as error:
+            raise RuntimeError(f"needs: {install('tensorboard')}") from error
+        folder = self._run.folder / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = records.RecordWriter((folder / name).open("xb", buffering=0))
+        self._add(file_version="brain.Event:2")
+        if self._run.resume is not None:
+            start = self._made_by.writer.SessionLog.START
+            self._add(step=self._run.resume + 1, session_log={"status": start})
+
+    def _add(self, **event: Any) -> None:
+        self._file.write(self._made_by.writer.Event(wall_time=time.time(), **event).SerializeToString())
+
+    def _write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        if self._file is None:
+            self._open()
+        make = getattr(self._made_by.summary, kind)
+        self._add(step=step, summary={"value": [make(name, value).value[0] for name, value in values.items()]})
 
     def row(self, row: Row) -> None:
-        writer = self._open()
-        for name, value in numbers(row).items():
-            writer.add_scalar(name, value, row["step"])
-        writer.flush()
+        self._write(row["step"], "scalar", numbers(row))
 
     def texts(self, step: int, rows: Sequence[Row]) -> None:
-        writer = self._open()
-        for number, row in enumerate(rows[:TEXTS]):
-            writer.add_text(f"samples/{number}", markdown(row), step)
-        writer.flush()
+        self._write(step, "text", {f"samples/{number}": markdown(row) for number, row in enumerate(rows[:TEXTS])})
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def numbers(row: Row) -> dict[str, float]:

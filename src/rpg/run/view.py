@@ -27,11 +27,12 @@ FRAME = 0.4  # seconds between two frames
 
 
 def opening(config: Config, first: bool, before: str = "") -> View:
-    """The view of a run, which says at once what is being loaded: ``before``, the model and the task."""
+    """The view of a run, which says at once what is being loaded: ``before``, and the task. The model follows when the
+    settings are known to be right."""
     if not first:
         return Mute()
     view = make_view(config.log.view, title=title_of(config), steps=config.steps)
-    view.loading = f"loading {before}the model {config.model} and the task {config.task.name} …"
+    view.loading = f"loading {before}the task {config.task.name} …"
     return view
 
 
@@ -63,6 +64,9 @@ class View:
 
     def stage(self, name: str) -> None:
         """What the run is doing: "rollout 212/256". Costs nothing, call it as often as you like."""
+
+    def loads(self, what: str) -> None:
+        """What is loaded from here on, which may take its time."""
 
     def step(self, row: Row) -> None:
         """A row of metrics.jsonl. Names may be missing."""
@@ -159,6 +163,9 @@ class PlainView(Shown):
                 self._print(self.loading)
         return self
 
+    def loads(self, what: str) -> None:
+        self._print(f"loading {what} …")
+
     def response(self, row: Mapping[str, Any]) -> None:
         if row["split"] == "eval":
             self._held_out = Example.of(row)
@@ -239,6 +246,9 @@ class LiveView(Shown):
 
     def stage(self, name: str) -> None:
         self._panel.stage = name
+
+    def loads(self, what: str) -> None:
+        self._panel.stage = f"loading {what} …"
 
     def step(self, row: Row) -> None:
         self._panel.step(row)

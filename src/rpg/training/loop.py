@@ -168,10 +168,11 @@ class Trainer:
             check_data(config, start, data)
         for text in (*self.task.notes, *unasked(self.task, config)):
             self.view.message(text)
-        view.stage(f"loading {config.model}")
+        self.problems = held_out(self.task, config)  # by name
         device = world.device or pick_device(config.device)
         # auto depends on the device, on which a resumed run need not be
         dtype = pick_dtype(config.dtype if start is None else start.state["dtype"], device)
+        view.loads(f"the model {config.model}")
         self.policy = Policy.load(
             config.model if start is None else str(start.model_folder),
             device=device,
@@ -186,7 +187,6 @@ class Trainer:
         planned = anchored(taught, method)
         slots = pick_slots(self.policy, planned, held, world=world)
         self.engine = make_engine(self.policy, config, slots, context)
-        self.problems = held_out(self.task, config)  # by name
         longest = [check_fit(self.policy, problems, config) for problems in self.problems.values()]
         self.engine.expect(max(check_train(self.policy, self.task, config, context), *longest))
         self.scorer = make_scorer(config, self.task)

@@ -151,6 +151,8 @@ def method_of(config: Config) -> Method:
         raise ValueError(
             f"{chosen.name} learns from a teacher: name it with --reference.model, a folder, hub id or run"
         )
+    if chosen.curvature_gate and config.optim.name != "adamw":
+        raise ValueError(f"{chosen.name} needs optim.name=adamw: its gate reads AdamW's second moments")
     return chosen.resolve(
         rollout.dynamic,
         rollout.overlong,

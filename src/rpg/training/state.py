@@ -21,7 +21,18 @@ from ..distributed.shards import cut, gathered, local
 from ..models.policy import Policy
 from ..run.checkpoint import Checkpoint, folders, load
 from ..run.config import Config
-from ..run.folder import AUTO, RunFolder, check_free, link_latest, new_id, read_rows
+from ..run.folder import (
+    AUTO,
+    RUNS,
+    SETTINGS,
+    RunFolder,
+    check_free,
+    check_place,
+    link_latest,
+    new_id,
+    read_rows,
+    settings_to_resume,
+)
 from ..run.logs import RunLogs, check_trackers, write_whole
 from ..run.settings import flat, to_yaml
 from ..run.view import View
@@ -108,12 +119,12 @@ class RunState:
 def find_start(config: Config, folder: RunFolder, resume: bool, warn: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint to go on from. A folder that cannot be trained in is refused."""
     path = folder.path
+    check_place(RUNS if config.output == AUTO else path, warn)
     if not resume:
         if config.output != AUTO:
             check_free(path)
         return None
-    if not (path / "config.yaml").exists():
-        raise ValueError(f"nothing to resume in {path}: there is no config.yaml")
+    settings_to_resume(path)
     folder.lock()
     folder.run = folder.marked()
     newest = load(path / "checkpoints", warn, folder.run)
@@ -138,7 +149,6 @@ def open_logs(config: Config, folder: RunFolder, view: View, resume: bool, start
     path, every = folder.path, config.checkpoint.every
     link_latest(path)
     write_config(config, path)
-    trust.remember(path, config)
     at = None if not resume else -1 if start is None else start.step
     logs = RunLogs(path, config.log, path.name, flat(config), resume=at, most=every, warn=warn)
     if resume:
@@ -148,7 +158,9 @@ def open_logs(config: Config, folder: RunFolder, view: View, resume: bool, start
 
 
 def write_config(config: Config, folder: Path) -> None:
-    write_whole(folder / "config.yaml", to_yaml(replace(config, output=str(folder))))
+    """The run's settings, in its folder; the code that they name is this user's."""
+    write_whole(folder / SETTINGS, to_yaml(replace(config, output=str(folder))))
+    trust.remember(folder, config)
 
 
 def check_settings(config: Config, checkpoint: Checkpoint, context: RunContext) -> None:

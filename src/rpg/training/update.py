@@ -83,8 +83,6 @@ class Updater:
     ):
         if (method.curvature_gate or method.advantage.needs_score_sq) and not policy.linear:
             raise ValueError(f"{method.name} needs a model with a plain linear head, without bias, scale or cap")
-        if method.curvature_gate and config.optim.name != "adamw":
-            raise ValueError(f"{method.name} needs optim.name=adamw: its gate reads AdamW's second moments")
         if method.loss.control_variate and context.world.size > 1:
             raise ValueError("loss.control_variate needs the whole optimiser step at once: leave torchrun out")
         self.config, self.method, self.policy, self.optimizer, self.folder = config, method, policy, optimizer, folder
