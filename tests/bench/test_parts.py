@@ -20,6 +20,7 @@ from rpg.bench.timing import SideFailed, apart
 from rpg.bench.train import train_section
 from rpg.bench.whole import step_section
 from rpg.cli import main
+from rpg.console import install
 from rpg.costs.operations import Ceilings
 
 SIZES = sizes_for("cpu", draws=512, repeats=1, new_tokens=8, peer_new_tokens=4)
@@ -45,8 +46,11 @@ def finite(section, without=()):
 
 
 def test_rollout(monkeypatch):
-    monkeypatch.setattr(rollout, "apart", lambda function, sizes, limit: function(sizes))  # that process: test_apart
-    rows = finite(rollout_section(SIZES, CEILINGS, quiet))
+    monkeypatch.setattr(rollout, "apart", lambda function, *sizes, limit: function(*sizes))  # that process: test_apart
+    section = rollout_section(SIZES, CEILINGS, quiet)
+    missing = ["vLLM tiny", "vLLM with log-probabilities tiny"]  # where it is: tests/engine_vllm/test_vllm_bench.py
+    assert {row.error for row in section.rows if row.name in missing} == {f"not installed: {install('rpg-rl[vllm]')}"}
+    rows = finite(section, without=missing)
     own, generate = rows["rpg tiny"], rows["transformers generate tiny"]
     for found in (own, generate):
         assert found["× floor"] == pytest.approx(found["ms a step"] / found["floor ms"])
@@ -59,11 +63,11 @@ def test_rollout(monkeypatch):
 def test_rollout_targets():
     rows = [
         BenchRow("own", {"tokens/s": 100.0, "× floor": 6.0}),
-        BenchRow("generate", {"tokens/s": 5.0}),
+        BenchRow("vllm", {"tokens/s": 50.0}),
         BenchRow("small"),
     ]
     section = Section("rollout", "", rollout.COLUMNS, rows=rows)
-    rollout.set_targets(section, "own", "generate", "small")
+    rollout.set_targets(section, "own", "vllm", "small")
     assert [[t.mark for t in row.targets] for row in section.rows] == [["✓", "✗"], [], ["?"]]
     assert section.rows[0].values == {"tokens/s": 100.0, "× floor": 6.0}
 

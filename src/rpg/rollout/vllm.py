@@ -63,7 +63,7 @@ class VllmEngine:
         if int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1)) != 1:
             raise ValueError("rollout.vllm: one GPU only; the weights are updated within this process")
         self.name, self.asleep = type(model).__name__, False
-        self.vllm = _import()
+        self.vllm = import_vllm()
         self.stale = True  # the weights are not the policy's
         try:
             self.llm = self._start(options, longest, slots)
@@ -257,7 +257,7 @@ def _load(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
 # ---- vLLM itself -----------------------------------------------------------------------------------------------------
 
 
-def _import() -> Any:
+def import_vllm() -> Any:
     """vllm, quiet and within this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
