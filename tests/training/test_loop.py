@@ -457,6 +457,17 @@ def test_evaluations_do_not_count_as_time_of_the_run(tmp_path: Path, monkeypatch
     assert summary["step"] > 1
 
 
+def test_what_a_killed_run_had_no_time_to_delete_goes_in_the_end(tmp_path: Path, monkeypatch: Any) -> None:
+    """Also where no step is left."""
+    config = tiny(tmp_path, checkpoint=CheckpointConfig(every=1, keep=1, best=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "prune", lambda *_, **__: None)
+        train(config)
+    assert len(checkpoint.folders(tmp_path / "checkpoints")) == 2
+    train(config, resume=True)
+    assert list(checkpoint.folders(tmp_path / "checkpoints")) == [2]
+
+
 def test_no_checkpoint_is_written_where_none_is_kept(tmp_path: Path) -> None:
     assert train(tiny(tmp_path, checkpoint=CheckpointConfig(keep=0)))["step"] == 2
     assert not (tmp_path / "checkpoints").exists()

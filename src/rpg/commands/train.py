@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import shlex
 import shutil
 import sys
@@ -114,7 +115,8 @@ def _next_commands(config: Config) -> Iterator[str]:
     """What to do with the run, to be copied into the shell as it is."""
     run, rpg = Path(config.output), own_command()
     page = run / "report.html"
-    opener = shutil.which("open" if sys.platform == "darwin" else "xdg-open")
+    on_mac, on_desktop = sys.platform == "darwin", any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    opener = shutil.which("open" if on_mac else "xdg-open") if on_mac or on_desktop else None
     if page.is_file():
         yield f"{Path(opener).name} {shlex.quote(str(page))}" if opener else f"{page}"
     if config.checkpoint.keep:

@@ -263,6 +263,7 @@ class Trainer:
         unsaved = self._told_to_stop() and self.progress.step > self.saved
         if unsaved or self.world.from_rank0(self._has_nothing_saved()):
             self.save(logs)
+        self.world.on_rank0(self._prune)
 
     def _has_nothing_saved(self) -> bool:
         """Whether somebody has removed the checkpoint that the run would end with."""
@@ -431,13 +432,11 @@ class Trainer:
         if lost is not None:
             self.folder.begin_again()
             write_config(self.config, self.folder.path)
-        root, step, keep = self.folder.fixed() / "checkpoints", self.progress.step, self.config.checkpoint
+        root, step = self.folder.fixed() / "checkpoints", self.progress.step
         try:
             values = self.state.values() | {"rows": logs.rows()}
             checkpoint.save(root, step, write_model, tensors, values, self.folder.run)
-            scored = [e for e in self.progress.evals if e["step"] in checkpoint.folders(root)] if keep.best else []
-            best = best_of(scored)["step"] if scored else None
-            checkpoint.prune(root, keep.keep, best, newest=step, run=self.folder.run)
+            self._prune()
         except checkpoint.CheckpointError as error:
             if self.folder.lost() is None:
                 raise checkpoint.CheckpointError(self.folder.named(str(error))) from error
@@ -446,6 +445,13 @@ class Trainer:
         if lost is not None:
             raise FolderLost(f"{lost}. Step {step} is saved, the metrics are not; {self._resuming}")
         self._write_summary(self.summary("running", ""))
+
+    def _prune(self) -> None:
+        """At the end too: the run may have been killed between its last checkpoint and this."""
+        root, step, keep = self.folder.fixed() / "checkpoints", self.progress.step, self.config.checkpoint
+        if keep.keep:
+            scored = [e for e in self.progress.evals if e["step"] in checkpoint.folders(root)] if keep.best else []
+            checkpoint.prune(root, keep.keep, best_of(scored)["step"] if scored else None, step, self.folder.run)
 
     def _write_summary(self, summary: dict[str, Any]) -> None:
         self._check_folder()
