@@ -1,6 +1,7 @@
 """``import rpg`` costs torch and nothing else."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -62,3 +63,19 @@ def test_clips_and_mismatch_rules_can_be_imported_by_their_public_names():
     for public, home, base in ((rpg.clip, clip, clip.Clip), (rpg.mismatch, mismatch, mismatch.Mismatch)):
         rules = {name for name, x in vars(home).items() if isinstance(x, type) and issubclass(x, base)}
         assert rules <= set(public.__all__)
+
+
+def test_the_command_lets_threads_sleep_before_torch_is_loaded():
+    program = (
+        "import contextlib, io, os, sys\n"
+        "from rpg.cli import main\n"
+        "assert 'torch' not in sys.modules  # which reads it once\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    main([])\n"
+        "print(os.environ.get('GOMP_SPINCOUNT'))\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    for own, expected in (({}, "500"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")):
+        run = [sys.executable, "-c", program]
+        done = subprocess.run(run, env=clean | own, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{expected}\n"

@@ -23,7 +23,7 @@ from .run.config import Config
 from .run.folder import LATEST, SETTINGS, folder_to_resume, is_run, settings_of, settings_to_resume
 from .run.settings import build, change, options_of
 from .secrets import instead, keep_hidden, secrets_in
-from .trust import check_trust, of_a_run, paths_of
+from .trust import check_trust, found, of_a_run, paths_of, started_in
 
 if TYPE_CHECKING:
     from .ask.responder import Sampled
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .run.view import View
     from .training.evaluate import Evaluation
 
+NAMED = 5  # runs that a message names
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts" style="width:100%;height:48rem;border:0"></iframe>'
 
 
@@ -112,6 +113,9 @@ def configure(
         resumed = resume and config is None  # whatever else lies in the folder
         if file is not None and (resumed or of_a_run(file)) and not trust:
             check_trust(chosen, file.parent, {*(flags or {}), *paths_of(settings or {})})
+        if resumed and file is not None and found(chosen, file.parent) != chosen:
+            home = started_in(file.parent)
+            raise ValueError(f"{file.parent} names files that are not here: go on from {home}, where it was started")
     return replace(chosen, output=str(folder_to_resume(chosen.output))) if resume else chosen
 
 
@@ -199,15 +203,22 @@ def _open(
         there = run.exists()
     except PermissionError as error:
         raise ValueError(f"{run} cannot be read: {error.strerror}") from error
-    if not there and "/" in name and any(map(is_run, run.parent.glob("*"))):
-        raise ValueError(f"there is no run {run} (and {run.parent} holds others)")
+    if not there and "/" in name and (others := _runs_in(run.parent)):
+        raise ValueError(f"there is no run {run}; {run.parent} has {others}")
     file = settings_of(run)
     config = _read(file, flags, settings)
     if file is not None:
         name = str(checkpoint_folder(run, checkpoint, warn) / "model")
+        config = found(config, run, {*(flags or {}), *paths_of(settings)})
     elif any((run / "model" / file).is_file() for file in ("config.json", "adapter_config.json")):
         name = str(run / "model")
     return change(config, {"model": name}), None if file is None else run
+
+
+def _runs_in(folder: Path) -> str:
+    """A few by name."""
+    names = sorted(path.name for path in folder.glob("*") if is_run(path) and not path.is_symlink())
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str], None] = warnings.warn) -> Path:
@@ -217,7 +228,7 @@ def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str]
 
     saved = checkpoint.folders(run / "checkpoints")
     if not saved:
-        raise ValueError(f"{run} has no checkpoint yet")
+        raise ValueError(checkpoint.lacking(run))
     if which in ("best", "last"):
         newest = checkpoint.load(run / "checkpoints", warn)
         if newest is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import os
 import shlex
 import sys
 import time
@@ -23,7 +24,7 @@ from .commands.sample import add_chat, add_sample
 from .commands.tasks import add_tasks
 from .commands.train import add_train
 from .console import Mistake, choose, complain, discard, first_of_launch, open_streams, printable, reaches
-from .run.settings import unknown_flag
+from .run.settings import unknown_argument, unknown_flag
 from .secrets import hidden, instead, keep_hidden
 
 COMMANDS_ELSEWHERE = {  # what others call them: for "did you mean"
@@ -38,6 +39,7 @@ COMMANDS_ELSEWHERE = {  # what others call them: for "did you mean"
     "export verl": ("verl",),
     "export trl": ("trl",),
 }
+SPINS = "500"  # a few microseconds; benchmarks/busy_core.py measures what it costs and what it saves
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -61,6 +63,9 @@ class Parser(argparse.ArgumentParser):
         for arg in rest:
             if arg.startswith("--") and arg != "--":
                 self.error(unknown_flag(arg.partition("=")[0], self._option_string_actions, self.settings))
+        if rest:
+            first = next((arg for arg in rest if arg.startswith("-")), rest[0])
+            self.error(unknown_argument(first, self._option_string_actions, self.settings))
         return namespace, rest
 
     def error(self, message: str) -> NoReturn:
@@ -72,6 +77,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
+    _let_threads_sleep()
     open_streams()
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -103,6 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if not reaches(stream, stream.flush):
                 discard(stream)
+
+
+def _let_threads_sleep() -> None:
+    """Threads that wait for each other spin, by default for milliseconds: where another program takes a core, a run
+    would fall to a quarter of its speed. GNU's OpenMP reads this when torch is loaded."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def _keep_secrets(args: argparse.Namespace) -> None:

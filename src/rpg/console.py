@@ -11,12 +11,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,11 +69,22 @@ def printable(text: str) -> str:
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def choose(what: str, name: str, names: Iterable[str]) -> str:
-    """The message for a name that is not among these, with the nearest that is."""
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """What was probably meant, among these names: the same letters in another order, else spelled nearly so; in
+    capitals or not."""
+    by_lower = {known.lower(): known for known in reversed(tuple(names))}
+    same_letters = [known for known in by_lower if sorted(known) == sorted(name.lower())]
+    near = same_letters or difflib.get_close_matches(name.lower(), by_lower, 1, cutoff)
+    return by_lower[near[0]] if near else None
+
+
+def choose(what: str, name: str, names: Iterable[str], other_names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The message for a name that is not among these, with the nearest that is. ``other_names``: what others call
+    them, separated by spaces."""
     names = sorted(names)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    called = (ours for ours, others in other_names.items() if ours in names and name.lower() in others.split())
+    near = next(called, None) or nearest(name, names)
+    hint = f" Did you mean {near!r}?" if near else ""
     return f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}"
 
 
@@ -127,6 +140,12 @@ def own_command() -> str:
     python = Path(sys.executable)
     script = python.with_name("rpg")
     return shlex.quote(_from_here(script)) if script.is_file() else f"{shlex.quote(_from_here(python))} -m rpg"
+
+
+def brief(part: Any) -> str:
+    """A dataclass by what differs from its defaults: PolicyLoss(divergence='none', beta=0.0)"""
+    shown = (f for f in fields(part) if f.repr and (f.default is MISSING or getattr(part, f.name) != f.default))
+    return f"{type(part).__name__}({', '.join(f'{f.name}={getattr(part, f.name)!r}' for f in shown)})"
 
 
 def check_writable(path: Path) -> None:
@@ -245,6 +264,11 @@ def amount(x: float | None) -> str:
         if abs(x) >= 0.9995 * size:
             return f"{x / size:.3g}{unit}"
     return f"{x:.3g}"
+
+
+def steps_text(count: int) -> str:
+    """1 step, 12 steps"""
+    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def percent(share: float | None) -> str:

@@ -1,8 +1,9 @@
 """Code that a run's folder names, a reward file or a model's own, runs only for those who trust the folder.
 
 A folder that this user trained in, on this machine, is trusted: what its settings name is the user's own. That is kept
-outside of the folder, where nobody else writes, as a hash of the folder's inode, the run's id and what it names. Of all
-others, from a colleague or the web, nothing runs without ``--trust``, or the same setting given once more.
+outside of the folder, where nobody else writes, as a hash of the folder's inode, the run's id and what it names; in it,
+from where relative paths lead. Of all others, from a colleague or the web, nothing runs without ``--trust``, or the
+same setting given once more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ DATA_OPTIONS = {"revision", "subfolder", "variant", "cache_dir", "local_files_on
 LOGINS = {"token", "hf_token", "use_auth_token"}
 OWN_ATTENTION = ("eager", "sdpa", "flash_attention_2")  # other names are fetched from the hub, as code
 NUMBERS = (bool, int, float)  # of vLLM's options: how much, not what
+FILE = re.compile(r"(?<![^\s*+,@])[^\s*+,@:]+\.(?:py|jsonl|json|parquet|txt|md|jinja)\b")  # in a setting of the task
 HELP = "run code that the settings of somebody else's run name (docs/security.md)"
 
 
@@ -72,12 +76,48 @@ def check_trust(config: Config, folder: Path, given: Collection[str], parts: Col
 
 
 def remember(folder: Path, config: Config) -> None:
-    """This user trains in this folder. Where that cannot be kept, a resume needs --trust."""
-    if code_in(config):
+    """This user trains in this folder, from here. Where that cannot be kept, a resume needs --trust."""
+    if code_in(config) or any(FILE.search(text) for text in _named_in(config)):
         record = _record(folder)
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             record.touch(mode=0o600)
+            record.write_text(os.getcwd(), encoding="utf-8", errors="surrogateescape")
+
+
+def started_in(folder: Path) -> Path | None:
+    """Where this user was when training here, if that is elsewhere."""
+    with contextlib.suppress(OSError):
+        home = _record(folder).read_text(encoding="utf-8", errors="surrogateescape")
+        return Path(home) if home and home != os.getcwd() else None
+    return None
+
+
+def found(config: Config, folder: Path, given: Collection[str] = ()) -> Config:
+    """The settings with the user's files that are not here where they were when the run was started; not those that
+    are ``given`` now."""
+    if not any(FILE.search(text) for text in _named_in(config)) or (home := started_in(folder)) is None:
+        return config
+
+    def placed(text: str) -> str:
+        return FILE.sub(lambda match: _placed(match[0], home), text)
+
+    task = config.task
+    texts = {name: getattr(task, name) for name in ("name", "test", "reward", "template")}
+    moved: dict[str, Any] = {name: placed(text) for name, text in texts.items() if text and f"task.{name}" not in given}
+    if moved.get("template") and not moved["template"].startswith("@"):
+        del moved["template"]
+    rewards = {name if f"task.rewards.{name}" in given else placed(name): x for name, x in task.rewards.items()}
+    return replace(config, task=replace(task, **moved, rewards=rewards))
+
+
+def _placed(file: str, home: Path) -> str:
+    return str(home / file) if not os.path.exists(file) and (home / file).is_file() else file
+
+
+def _named_in(config: Config) -> list[str]:
+    task = config.task
+    return [text for text in (task.name, task.test, task.reward, task.template, *task.rewards) if text]
 
 
 def _record(folder: Path) -> Path:

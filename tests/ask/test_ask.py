@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import random
 import sys
 
@@ -13,6 +14,7 @@ from rpg import api, cli
 from rpg.ask import responder as responder_module
 from rpg.ask.question import question
 from rpg.ask.responder import Pieces, Responder
+from rpg.commands import sample
 from rpg.models.policy import Policy
 from rpg.rollout import NativeEngine, Sampling
 from rpg.run.auto import settled
@@ -70,6 +72,23 @@ def test_responses_differ_and_are_judged(model, builtin):
     assert {r["reward"] for r in first["responses"]} == {0.0, 1.0}
     assert sampled("builtin", "-", stdin="7+3*8-4\n") == first
     assert sampled("builtin", "7+3*8-4", "--seed", 1)["responses"] != first["responses"]
+
+
+def test_stdin_that_is_not_read_is_said(model):
+    for text, said in (("9+9-1\n", 1), ("", 0)):
+        reader, writer = os.pipe()
+        os.write(writer, text.encode())  # and left open: nothing waits for its end
+        before = sys.stdin
+        with open(reader) as sys.stdin:
+            assert sample._waiting(sys.stdin) == bool(said)
+            err = io.StringIO()
+            with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+                assert cli.main(["sample", "builtin", "--n", "1", "--max-new-tokens", "2"]) == 0
+        sys.stdin = before
+        os.close(writer)
+        assert err.getvalue().count("stdin is not read: give - to read the prompt from stdin") == said
+    code, out, err = rpg("sample", "builtin", "-", stdin="\n")
+    assert (code, out, err) == (2, "", "rpg sample: -: stdin is empty, there is no prompt\n")
 
 
 def test_temperature_0_is_greedy_and_has_the_models_log_probability(model, builtin):
@@ -215,6 +234,7 @@ def test_a_line_from_a_pipe_is_a_turn(model):
     code, out, err = rpg("chat", "builtin", "--temperature", 0, stdin="7+3*8-4\n\nhello\n3+4\n/quit\n9+9\n")
     assert code == 0
     assert len([line for line in out.splitlines() if line.startswith("answer")]) == 2
+    assert [line for line in out.splitlines() if line.startswith("> ")] == ["> 7+3*8-4", "> hello", "> 3+4"]
     assert err.count("each line is a prompt by itself") == 1
     assert err.count("does not know all characters") == 1
 
@@ -238,7 +258,7 @@ def test_a_conversation_remembers_until_new(talker, monkeypatch):
     lines = "w3 w4\nw5\n/new\nw6\n"
     code, out, err = rpg("chat", "any/model", "--max-new-tokens", 3, stdin=lines)
     assert code == 0, err
-    first = out.splitlines()[0]
+    first = out.splitlines()[1]
     assert seen == [
         [("user", "w3 w4")],
         [("user", "w3 w4"), ("assistant", first), ("user", "w5")],
@@ -263,7 +283,7 @@ def test_ctrl_c_stops_a_response_and_the_conversation_goes_on(talker, monkeypatc
     monkeypatch.setattr(NativeEngine, "stream", interrupted)
     code, out, _ = rpg("chat", "any/model", "--max-new-tokens", 4, stdin="w3\nw4\n")
     assert code == 0
-    assert out.splitlines()[0].endswith(" …")
+    assert out.splitlines()[1].endswith(" …")
     assert len(turns) == 2
 
 

@@ -106,6 +106,13 @@ def test_the_callable_and_the_preset_of_the_same_loss_agree():
     ("given", "error", "says"),
     [
         ("gropo", ValueError, "Did you mean 'grpo'"),
+        ("gpro", ValueError, "Did you mean 'grpo'"),
+        (
+            f"{Path(__file__).parent}/planted_bugs.py",
+            ValueError,
+            r"write .*_bugs.py:NAME; it has .*, rkl_clipped",
+        ),
+        ("no_file.py", ValueError, "no_file.py names no function; and there is no such file"),
         ("no.such.module:loss", ValueError, "cannot import 'no.such.module'"),
         ("no_file.py:loss", ValueError, "no_file.py"),
         ("math:no_such_name", ValueError, "unknown name in math"),
@@ -116,6 +123,36 @@ def test_what_cannot_be_audited_is_said_in_one_line(given, error, says):
     with pytest.raises(error, match=says) as caught:
         audit.resolve(given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"divergence": "kl"}, "unknown divergence 'kl'. Did you mean 'rkl'"),
+        ({"divergence": "RKL"}, "unknown divergence 'RKL'. Did you mean 'rkl'"),
+        ({"divergence": "foo"}, "unknown divergence 'foo'. Known: fkl"),
+        ({"objective": "tokens"}, "unknown objective 'tokens'. Did you mean 'token'"),
+        ({"seeds": 0}, "seeds must be a whole number, at least 1; got 0"),
+        ({"drift": -1}, "drift must be a positive number; got -1"),
+        ({"beta": math.nan}, "beta must be a positive number; got nan"),
+        ({"loss": []}, "an empty list"),
+        ({"loss": ["grpo", "grpo"]}, "need names that differ; got grpo, grpo"),
+    ],
+)
+def test_python_refuses_what_the_command_line_refuses(given, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        audit.check(**{"loss": exact_rkl} | given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_is_audited_together():
+    result = audit.check(["grpo", exact_rkl], seeds=1)
+    assert [line.name for line in result.lines] == ["grpo", "exact_rkl"]
+
+
+def test_a_loss_that_is_detached_is_asked_whether_it_is():
+    with pytest.raises(TypeError, match=r"has no gradient: is it detached\?"):
+        audit.check(lambda logp, old_logp, advantages, mask: logp.detach().sum(), seeds=1)
 
 
 def test_a_loss_that_ignores_logp_is_refused():
@@ -139,6 +176,15 @@ def test_what_stands_under_the_mask_is_what_a_model_gives_for_padding():
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scenario", "variable"), EVERYWHERE)
+def test_a_small_drift_keeps_every_ratio_inside_the_usual_clip(scenario, variable):
+    """As README, docs and --help say; seed 24 left it by 40 %."""
+    for seed in (1, 24, 30):
+        b = EnumeratedProblem(scenario, variable, seed, drift=0.05).batch
+        assert ((b.logp_NT - b.old_logp_NT).exp() - 1).abs().max() < 0.2
+    assert not EnumeratedProblem(REF_IS_OLD, False, 24, drift=0.051).inside_clip
 
 
 def test_run_covers_every_setting_and_keeps_what_it_is_told():

@@ -1,6 +1,7 @@
 """Planted mistakes are caught, and called by their names; what is exact is neither accused nor named."""
 
 import functools
+import math
 from dataclasses import replace
 
 import planted_bugs
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from rpg import PolicyLoss, algorithm, algorithms, audit
-from rpg.audit.names import Recogniser
+from rpg.audit.names import NO_MIN, Recogniser, wrong_side
 from rpg.audit.summary import bias_text
 
 BUGS, EXACT = planted_bugs.BUGS, planted_bugs.EXACT
@@ -94,6 +95,44 @@ def test_what_only_the_clip_does_wrong_is_said_to_be_the_clips():
     constant = replace(audit.resolve("ppo"), clipped=audit.resolve("reinforce").coefficients)
     names = ["with its clip on, the importance weight w is missing on the reward"]
     assert recogniser(0.5).names(constant) == names
+
+
+def clipped(pick):
+    def loss(logp, old_logp, advantages, mask, ref_logp, beta):
+        w, a = (logp - old_logp).exp(), advantages[:, None]
+        return ((beta * w * (logp - ref_logp) - pick(w * a, w.clamp(0.8, 1.2) * a)) * mask).sum() / mask.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("pick", "names", "biased"),
+    [
+        (torch.min, [], []),
+        (torch.max, ["the clip cuts on the wrong side: min and max are swapped"], ["clip"]),
+        (lambda _, cut: cut, [NO_MIN], []),  # which may be meant
+    ],
+    ids=["right", "swapped", "no min"],
+)
+def test_the_side_that_a_clip_cuts_on_is_seen_where_no_ratio_leaves_it(pick, names, biased):
+    result = audit.check(clipped(pick), "rkl", seeds=1, drift=0.02)
+    assert (result.names, result.biased) == (names, biased)
+    assert all(name in str(result) for name in names)
+    assert "The clip itself is not checked here, but for the side it cuts on: no ratio leaves ±20 %." in str(result)
+    assert "not checked" not in str(audit.check("ppo", seeds=1))
+
+
+def test_no_preset_and_no_exact_loss_is_said_to_clip_on_the_wrong_side():
+    subjects = [audit.resolve(name) for name in algorithms()] + [audit.resolve(*each) for each in EXACT.items()]
+    sides = {s.name: wrong_side(s.clipped or s.coefficients, 0.1) for s in subjects}
+    assert {name: side for name, side in sides.items() if side} == {}
+
+
+@pytest.mark.parametrize("extreme", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_said_to_be(extreme):
+    result = audit.check(lambda logp, old_logp, advantages, mask: (logp * mask).sum() + extreme, seeds=1)
+    assert result.names == ["the loss is not finite"]
+    assert result.biased
 
 
 def test_a_wrong_divergence_stated_is_named_by_the_one_it_is():

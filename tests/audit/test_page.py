@@ -27,6 +27,7 @@ from rpg.audit.summary import (
     span,
     worst,
 )
+from rpg.audit.table import variance_text
 from rpg.console import percent_two_digits, two_digits
 
 VOID = {"meta", "col", "br", "img", "link", "input", "hr"}
@@ -308,6 +309,8 @@ def test_other_numbers_in_words():
     assert span([0.59, 1.23]) == "59–123 %"
     assert span([0.231, 0.2311]) == "23 %"
     assert math.isnan(worst([0.1, math.nan, 2.0]))
+    assert [variance_text(x) for x in (None, 4.56, 10868.2, 5.7e9)] == ["–", "4.6", "10,868", "5.7e9"]
+    assert bias_text(2.36e14) == "2.4e16 %"
 
 
 def line_with(biases, name="loss", objective="token"):
@@ -331,6 +334,13 @@ def test_where_a_loss_is_right():
     }
     assert {where: line_with(biases).right_where for where, biases in expected.items()} == {w: w for w in expected}
     assert line_with({(ON_POLICY, "fixed"): math.nan}).right_where == "in part"
+
+
+def test_a_seed_that_is_off_is_not_hidden_by_the_median():
+    line = line_with({})
+    off = replace(line, rows=(replace(line.rows[0], worst_bias=0.089), *line.rows[1:]))
+    assert (line.right_where, off.right_where) == ("everywhere", "not all seeds")
+    assert {place: bias for place, bias in off.hidden.items() if bias > 1e-6} == {"on-policy at fixed lengths": 0.089}
 
 
 def test_losses_that_look_alike_share_a_row():

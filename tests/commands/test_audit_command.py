@@ -67,3 +67,35 @@ def test_a_loss_that_raises_on_a_later_batch_is_one_line_too(audit, tmp_path):
     code, _, err = audit(f"{tmp_path}/my.py:loss", "--seeds", 1)
     assert (code, "Traceback" in err) == (2, False)
     assert ":loss raised ZeroDivisionError: " in err.splitlines()[-1]
+
+
+CLIPPED = """import torch
+def loss(logp, old_logp, advantages, mask, ref_logp, beta):
+    w, a = (logp - old_logp).exp(), advantages[:, None]
+    pg = torch.min(w * a, w.clamp(0.8, 1.2) * a)
+    return ((beta * w * (logp - ref_logp) - pg) * mask).sum() / mask.sum()
+"""
+
+
+def test_a_clip_of_yours_is_exact_at_the_drift_that_is_said_to_be_inside_it(audit, tmp_path):
+    (tmp_path / "my.py").write_text(CLIPPED)
+    code, out, err = audit(f"{tmp_path}/my.py:loss", "--divergence", "rkl", "--drift", 0.05, "--strict", "--seeds", 25)
+    assert (code, err) == (0, "")
+    assert "✓ everywhere" in out
+
+
+def test_what_fails_in_a_seed_is_said_where_the_median_is_exact(audit, tmp_path):
+    (tmp_path / "my.py").write_text(CLIPPED)
+    code, out, err = audit(f"{tmp_path}/my.py:loss", "--divergence", "rkl", "--drift", 0.06, "--strict", "--seeds", 7)
+    assert code == 1
+    assert err.endswith("my.py:loss: fixed lengths: ref=old, three policies\n")
+    assert "my.py:loss has the exact gradient in most seeds, but not in all.\n" in out
+    assert "~ not all seeds" in out
+    assert "my.py:loss: exact in the median, but its worst of 7 seeds is off by " in out
+
+
+def test_the_hint_at_a_clip_does_not_repeat_a_flag_that_was_given(audit, tmp_path):
+    (tmp_path / "my.py").write_text(CLIPPED.replace("0.8, 1.2", "0.999, 1.001"))
+    hint = "(a clip?): --drift 0.05 keeps ratios inside ±20 %"
+    assert hint in audit(f"{tmp_path}/my.py:loss", "--seeds", 1)[2]
+    assert "(a clip?): yet --drift 0.05 keeps" in audit(f"{tmp_path}/my.py:loss", "--seeds", 1, "--drift", 0.05)[2]

@@ -86,7 +86,7 @@ def test_json_on_stdout_is_all_that_is_there_and_complete(losses):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     about = {"command", "date", "versions", "subjects", "seeds", "beta", "drift", "messages"}
-    assert set(found) == about | {"rows", "box", "truncated", "names"}
+    assert set(found) == about | {"rows", "box", "truncated", "names", "inside_clip"}
     missing = "the weight w is missing on the KL (k3, as GRPO was published)"
     assert found["names"] == {f"{losses}:wrong": [missing]}
     assert [s["names"] for s in found["subjects"]] == [[], [], [], [missing]]
@@ -320,6 +320,9 @@ def test_files_are_written_and_agree(tmp_path, monkeypatch):
         ("trian", "Did you mean 'train'?"),
         ("evaluate x", "Did you mean 'eval'?"),
         ("resume", "Did you mean rpg train --resume?"),
+        ("eval builtin -k 2", "rpg eval: unknown option -k; did you mean --k? (rpg eval --help)"),
+        ("train steps=5", "rpg train: unrecognized argument steps=5; did you mean --steps 5? (rpg train --help)"),
+        ("train --trainer.n_gpus_per_node 2", "torchrun starts a process a GPU (docs/multi-gpu.md)"),
         ("export vrel x.yaml", "rpg export: unknown command 'vrel'. Did you mean 'verl'?"),
         ("xyzzy", "unknown command 'xyzzy'. Known: "),
     ],

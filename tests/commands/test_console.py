@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rpg import console
-from rpg.console import install, printable
+from rpg.console import choose, install, nearest, printable, steps_text
 
 CLONE = Path(console.__file__).parents[2]
 
@@ -24,6 +24,19 @@ def test_printable_is_one_line_that_moves_no_cursor():
     assert shown.isprintable()
     assert shown.count("\\") == len(controls) + 2
     assert printable("\x1b[2J\n") == "\\x1b[2J\\n"
+
+
+def test_a_suggestion_is_blind_to_case_and_knows_what_others_say():
+    assert nearest("DAPO", ["dapo", "grpo"]) == "dapo"
+    assert nearest("bf16", ["Bfloat16", "float32"]) == "Bfloat16"
+    assert nearest("x", ["dapo"]) is None
+    assert choose("option", "Epsilon", ["low", "up"], {"high": "epsilon", "low": "clip epsilon"}) == (
+        "unknown option 'Epsilon'. Did you mean 'low'? Known: low, up"
+    )
+
+
+def test_one_step_is_no_steps():
+    assert [steps_text(n) for n in (0, 1, 12)] == ["0 steps", "1 step", "12 steps"]
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rpg.commands.train import _closing
 from rpg.models.loading import BUILTIN
+from rpg.run.config import Config
 from running import ENV, Job, assert_one_line, checkpoints, metrics, summary
 
 Command = Callable[..., Job]
@@ -255,16 +257,31 @@ def test_eval(train: Command, command: Command, home: Path) -> None:
         (["builtin", "--task", "none.jsonl"], ["no such file: none.jsonl"]),
         (["builtin", "--device", "gpu"], ["device 'gpu'"]),
         (["builtin", "--reward", "my_reward.py:scor"], ["has no function 'scor'", "did you mean 'score'?"]),
-        (["empty"], ["empty has no checkpoint"]),
+        (["empty"], ["empty has no checkpoint yet"]),
+        (["failed"], ["failed has no checkpoint: it failed before its first"]),
     ],
 )
 def test_mistakes_of_eval(command: Command, home: Path, argv: list[str], texts: list[str]) -> None:
-    for run in (home / "empty", home / "runs" / "other"):
+    others = [home / "runs" / f"r{n}" for n in range(7)]
+    for run in (home / "empty", home / "failed", *others):
         run.mkdir(parents=True)
         (run / "config.yaml").write_text("steps: 3\n")
         (run / "run.id").touch()
+    (home / "failed" / "summary.json").write_text('{"status": "failed"}')
     assert_one_line(command("eval", *argv, cwd=home), 2, *texts)
-    assert_one_line(command("eval", "runs/none", cwd=home), 2, "there is no run runs/none")  # and the hub is not asked
+    named = "there is no run runs/none; runs has r0, r1, r2, r3, r4 and 2 more"  # and the hub is not asked
+    assert_one_line(command("eval", "runs/none", cwd=home), 2, named)
+
+
+def test_what_was_not_evaluated_since_the_start_has_no_arrow(tmp_path: Path) -> None:
+    scores = {"metric": "mean@8", "first": 0.375, "last": 0.375, "last_step": 0, "last_low": 0.3, "last_high": 0.4}
+    scores |= {"best": 0.375, "best_step": 0}
+    found = {"eval": {"sums": scores}, "step": 5, "seconds": 9.0, "peak_memory_gb": 1.0, "peak_gpu_memory_gb": None}
+    config = Config(output=str(tmp_path))
+    assert _closing(found, config).splitlines()[0] == "sums mean@8: 37.5% at the start, not evaluated since"
+    assert _closing(found | {"step": 0}, config).splitlines()[0] == "sums mean@8: 37.5% at the start"
+    later = found | {"eval": {"sums": scores | {"last_step": 5}}}
+    assert _closing(later, config).startswith("sums mean@8: 37.5% → 37.5% [30.0%, 40.0%], best 37.5% at step 0")
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -123,6 +123,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gpu", "cuda", "gpu:1"):
         with pytest.raises(ValueError, match=f"^device '{name}' is not to be had: torch finds no GPU"):
             pick_device(name)
+    if not torch.backends.mps.is_available():
+        with pytest.raises(ValueError, match=r"^device 'mps' is not to be had: torch finds no GPU here; [^\n]{,40}$"):
+            pick_device("mps")
     assert pick_device("auto") == torch.device("cpu")
     assert (named_device("gpu"), named_device("gpu:1")) == (torch.device("cuda"), torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

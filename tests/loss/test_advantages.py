@@ -235,3 +235,17 @@ def test_errors(make, name):
 def test_replace():
     changed = Advantage("group-mean").replace(kind="reward-to-go", beta=0.5, whiten=True)
     assert changed == Advantage("reward-to-go", whiten=True, beta=0.5)
+
+
+def test_lists_will_do_as_reward_functions_give_them():
+    advantage = algorithm("grpo").advantage
+    wanted = advantage(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+    assert wanted.dtype == torch.float32
+    for rewards, groups in (
+        ([1, 0, 1, 1], [0, 0, 1, 1]),
+        (torch.tensor([1.0, 0.0, 1.0, 1.0]), (0, 0, 1, 1)),
+        ([True, False, True, True], torch.tensor([0, 0, 1, 1])),
+    ):
+        assert advantage(rewards, groups).equal(wanted)
+    with pytest.raises(ValueError, match="rewards must be a tensor or a list of numbers; must be real number, not Non"):
+        advantage([1, None], [0, 0])

@@ -347,3 +347,8 @@ def test_unknown_algorithm():
     text = str(error.value)
     assert "\n" not in text
     assert "Did you mean 'grpo'?" in text
+
+
+def test_what_a_loss_needs_is_said_by_its_argument():
+    refuse("this loss needs ref_logp=: log-probabilities anchor, first model", rpg.algorithm("grpo").loss)
+    refuse("this loss needs keep=: rpg.clip.curvature_keep", rpg.algorithm("capo").loss)

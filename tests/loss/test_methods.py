@@ -358,7 +358,7 @@ def test_what_the_coefficients_do_not_show():
     assert plain(*given) == plain(*given, entropy=entropy) == plain(*given, alpha=0.5)
     with_bonus = plain(*given, entropy=entropy, alpha=0.5)
     torch.testing.assert_close(plain(*given) - with_bonus, 0.5 * (entropy * b.mask).sum() / b.mask.sum())
-    with pytest.raises(ValueError, match="keep is needed"):
+    with pytest.raises(ValueError, match="needs keep=: "):
         rpg.algorithm("capo").loss(*b.args(), ref_logp=b.ref)
 
 
@@ -400,6 +400,15 @@ def test_overrides():
     assert make("dapo").loss.clip.high == 0.28  # presets are not shared state
 
 
+def test_a_repr_shows_what_is_not_the_default():
+    assert repr(rpg.algorithm("gspo")) == (
+        "Algorithm(name='gspo', loss=PolicyLoss(divergence='none', beta=0, estimator='differentiable', "
+        "clip=Box(low=0.0003, high=0.0004), level='sequence-mean', reduction='seq-mean-token-sum'), "
+        "advantage=Advantage(kind='group-mean-std'))"
+    )
+    assert repr(PolicyLoss()) == "PolicyLoss()"
+
+
 def test_the_formula_says_what_was_changed():
     published = rpg.algorithm("grpo").formula
     assert "Changed" not in published
@@ -428,6 +437,9 @@ def test_beta_never_falls_on_deaf_ears():
     ("name", "options", "suggestion"),
     [
         ("gropo", {}, "'grpo'"),
+        ("DAPO", {}, "Did you mean 'dapo'?"),
+        ("grpo", {"epsilon": 0.1}, "Did you mean 'low'?"),
+        ("grpo", {"epsilon_high": 0.1}, "Did you mean 'high'?"),
         ("rpg-reinforce-ukl", {}, "'rpg-reinforce-urkl'"),
         ("grpo", {"betta": 1}, "'beta'"),
         ("grpo", {"hihg": 1}, "'high'"),

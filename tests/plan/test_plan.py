@@ -404,6 +404,25 @@ def test_minutes_end_a_planned_run() -> None:
     assert found.evaluations == 2 + (found.middle.steps - 1) // 10
 
 
+def test_a_run_that_its_minutes_end_has_columns_by_length_and_says_how_many_evaluations(capsys) -> None:
+    config = replace(QWEN, steps=1000, minutes=3.0, rollout=replace(QWEN.rollout, overlong=False))
+    show(found := plan(config, "h200"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "short middle long" in out
+    assert "low" not in out.split("time, estimated")[1].split("mean response")[0]
+    steps = [case.steps for case in (found.low, found.middle, found.high)]
+    assert steps == sorted(steps, reverse=True)
+    assert f"steps {steps[0]} {steps[1]} {steps[2]} evaluations, not counted in minutes" in out
+    assert "as published: PPO-clip" in out
+    assert "no overlong penalty (rollout.overlong false)" in out
+    show(plan(replace(config, minutes=0.001), "h200"))
+    assert "0.001 minutes, over within the first step: 1 step, " in " ".join(capsys.readouterr().out.split())
+    show(plan(replace(QWEN, steps=1000), "h200"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "low middle high" in out
+    assert not [text for text in ("as published:", "(rollout.", "not counted in minutes") if text in out]
+
+
 def test_what_is_planned_is_what_would_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):

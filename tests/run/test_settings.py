@@ -275,7 +275,45 @@ def test_what_others_call_a_setting_leads_to_one_of_ours():
         seen |= set(others.split())
 
 
+def test_what_others_set_and_we_do_not_is_explained():
+    assert refused(settings.change, Config(), {"logging_steps": 1}).startswith(
+        "unknown setting 'logging_steps': every step is logged"
+    )
+    assert not set(Config.not_set) & set(" ".join(Config.other_names.values()).split())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("-k", "unknown option -k; did you mean --k?"),
+        ("-o", "unknown option -o; did you mean --output?"),
+        ("-n", "unknown option -n; did you mean --rollout.samples?"),
+        ("-s", "unknown option -s"),  # seed, or steps
+        ("-LR", "unknown option -LR; did you mean --optim.lr?"),
+        ("lr=1e-4", "unrecognized argument lr=1e-4; did you mean --optim.lr 1e-4?"),
+        ("loss.beta=0", "unrecognized argument loss.beta=0; did you mean --loss.beta 0?"),
+        ("what", "unrecognized argument what"),
+    ],
+)
+def test_what_was_perhaps_meant_as_a_flag(given, said):
+    flags = [
+        "-h",
+        "--k",
+        *(f"{leaf.flag}.KEY" if leaf.open else leaf.flag for leaf in settings.leaves(Config).values()),
+    ]
+    assert settings.unknown_argument(given, flags, Config) == said
+
+
+def test_a_function_is_given_by_its_name():
+    assert "a function by its name, file.py:name, as it runs in processes of its own; got <built-in" in refused(
+        settings.change, Config(), {"task": {"reward": len}}
+    )
+
+
 def test_wrong_flags_given_to_build():
+    assert (
+        refused(settings.build, Config, flags={"Optim.LR": 1}) == "unknown option --Optim.LR; did you mean --optim.lr?"
+    )
     unknown = "unknown option --rollout.temprature; did you mean --rollout.temperature?"
     assert refused(settings.build, Config, flags={"rollout.temprature": 1}) == unknown
     assert (

@@ -227,3 +227,29 @@ def test_a_home_that_cannot_be_written_stops_no_run(tmp_path, evil, monkeypatch)
     run = rpg.train(output=tmp_path / "mine", steps=0, **TINY | {"task": {"reward": f"{evil}:score"}})
     assert run.summary["status"] == "finished"
     assert os.path.exists(run.folder / "config.yaml")
+
+
+def test_files_that_a_run_names_are_looked_for_where_it_was_started(tmp_path, evil, monkeypatch):
+    """And from nowhere else, unless it is told so outside of the run's folder."""
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project, elsewhere):
+        folder.mkdir()
+    (project / "rows.jsonl").write_text("".join(f'{{"prompt": "1+{i}", "answer": "{i + 1}"}}\n' for i in range(8)))
+    evil.rename(project / "rew.py")
+    monkeypatch.chdir(project)
+    task = {"name": "0.5*arithmetic + 0.5*rows.jsonl", "test": "rows.jsonl", "reward": "rew.py:score"}
+    rpg.train(output="mine", steps=1, **TINY | {"task": task})
+    assert "rew.py:score\n" in (project / "mine" / "config.yaml").read_text()
+    monkeypatch.chdir(elsewhere)
+    assert rpg.evaluate("../project/mine", k=1, problems=1)[0].task == "rows"
+    assert rpg.sample("../project/mine", n=1)
+    with pytest.raises(ValueError, match=f"mine names files that are not here: go on from {project}, where it was"):
+        rpg.train(output="../project/mine", resume=True, steps=2)
+    with pytest.raises(ValueError, match=r"no such file: other\.py"):
+        rpg.evaluate("../project/mine", k=1, problems=1, reward="other.py:score")
+    monkeypatch.chdir(project)
+    assert rpg.train(output="mine", resume=True, steps=2).summary["step"] == 2
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "somebody"))
+    with pytest.raises(ValueError, match=r"no such file: (rew\.py|rows\.jsonl)"):
+        rpg.evaluate("../project/mine", k=1, problems=1, trust=True)

@@ -7,8 +7,9 @@ shipped, clip on, where no clip acts; and where the sampler draws from the top-p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from ..loss.methods import Algorithm
 from ..loss.policy_loss import PolicyLoss
@@ -37,6 +38,9 @@ __all__ = [
     "resolve",
     "run",
 ]
+
+
+Loss: TypeAlias = str | PolicyLoss | Algorithm | Callable[..., Any]
 
 
 class Checked(AuditReport):
@@ -73,18 +77,29 @@ class Checked(AuditReport):
 
 
 def check(
-    loss: str | PolicyLoss | Algorithm | Callable[..., Any],
+    loss: Loss | Sequence[Loss],
     divergence: str | None = None,
     objective: str | None = None,
     seeds: int = 10,
     beta: float = 0.1,
     drift: float = 0.5,
 ) -> Checked:
-    """Audit one loss: a preset's name, an Algorithm, a PolicyLoss, a callable, or an import path to one.
+    """Audit a loss, or a list of them: a preset's name, an Algorithm, a PolicyLoss, a callable, or an import path.
 
     Print the result, or ask it: ``.biased``, ``.names``, ``.rows``, ``.select(scenario=…)``, ``.as_dict()``.
     A callable is run with whatever clip it has: ``drift=0.05`` keeps the ratios inside a clip of ±20 %.
     """
-    subject = resolve(loss, divergence, objective)
-    found = run([subject], seeds=seeds, beta=beta, drift=drift)
-    return Checked.of(found, [subject], f"rpg.audit.check({subject.name})")
+    if not isinstance(seeds, int) or seeds < 1:
+        raise ValueError(f"seeds must be a whole number, at least 1; got {seeds!r}")
+    for name, value in {"beta": beta, "drift": drift}.items():
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number; got {value!r}")
+    losses: Sequence[Loss] = loss if isinstance(loss, list | tuple) else [loss]  # type: ignore[list-item]
+    subjects = [resolve(each, divergence, objective) for each in losses]
+    names = [subject.name for subject in subjects]
+    if not names:
+        raise ValueError("an empty list: name a loss to audit")
+    if len({*names}) < len(names):
+        raise ValueError(f"losses in a list need names that differ; got {', '.join(names)}")
+    found = run(subjects, seeds=seeds, beta=beta, drift=drift)
+    return Checked.of(found, subjects, f"rpg.audit.check({', '.join(names)})")

@@ -8,6 +8,7 @@ leaves no residual on every problem, all scenarios, both kinds of lengths and se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .box import DRIFT as DRIFT_IN_BOX
 from .measure import Coefficients, Subject
-from .problem import SCENARIOS, EnumeratedBatch, EnumeratedProblem
+from .problem import AT_REST, SCENARIOS, EnumeratedBatch, EnumeratedProblem
 
 SEEDS = 3
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-4}
@@ -390,3 +391,54 @@ def _balance_words(ratio_Q: Tensor, deviation_Q: Tensor, beta: float, tolerance:
         if abs(size / factor - 1) < 1e-3:
             return [*words, text] if text else words
     return [*words, f"the KL counts {size:.3g} times"]
+
+
+# ---- the clip --------------------------------------------------------------------------------------------------------
+#
+# A clip with a pessimistic min cuts only what has gone far enough: a ratio above the box where A > 0, one below it
+# where A < 0. On the other side a ratio must find its way back. So tokens are given ratios far out: which of them still
+# answer to the reward?
+
+SWAPPED = "the clip cuts on the wrong side: min and max are swapped"
+NO_MIN = "the clip also cuts ratios that must come back: a mask on both sides, or PPO's min is missing"
+FAR_OUT = 2.0  # times or divided by: outside ±20 %, and inside the second bound of a dual clip
+LARGE = 0.3  # advantages whose sign no KL term turns
+STEP = 1e-3  # by which the rewards grow
+SILENT = 1e-6  # of what a token answers with a ratio of 1
+
+Cell = tuple[bool, bool]  # A > 0?, ratio above 1?
+RIGHT_SIDE: frozenset[Cell] = frozenset({(True, True), (False, False)})
+WRONG_SIDE: frozenset[Cell] = frozenset({(True, False), (False, True)})
+
+
+def wrong_side(coefficients: Coefficients, beta: float) -> str | None:
+    """What is wrong with the clip's sides; None where it is right, where there is no clip, and where it is unclear."""
+    cells = cut_cells(coefficients, beta)
+    if cells == WRONG_SIDE:
+        return SWAPPED
+    return NO_MIN if cells == RIGHT_SIDE | WRONG_SIDE else None
+
+
+def cut_cells(coefficients: Coefficients, beta: float) -> frozenset[Cell] | None:
+    """Where the clip cuts every token; None where it cuts some and not others, or where none answers anyway."""
+    b = EnumeratedProblem(AT_REST, variable=False, seed=0).batch
+    usual_NT = _answer(coefficients, b, beta)
+    if not (usual_NT > 0.01 * STEP * coefficients(b, beta).abs())[b.advantages_N.abs() > LARGE].all():
+        return None
+    cut: set[Cell] = set()
+    for high in (True, False):
+        far = replace(b, old_logp_NT=b.old_logp_NT + (-1 if high else 1) * math.log(FAR_OUT))
+        is_cut_NT = _answer(coefficients, far, beta) <= SILENT * usual_NT
+        for positive in (True, False):
+            rows_N = (b.advantages_N if positive else -b.advantages_N) > LARGE
+            cell_KT = is_cut_NT[rows_N]
+            if cell_KT.all():
+                cut.add((positive, high))
+            elif cell_KT.any():
+                return None
+    return frozenset(cut)
+
+
+def _answer(coefficients: Coefficients, b: EnumeratedBatch, beta: float) -> Tensor:
+    """How much each token's coefficient changes with the rewards."""
+    return (coefficients(b.with_rewards_times(1 + STEP), beta) - coefficients(b, beta)).abs()

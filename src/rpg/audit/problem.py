@@ -21,6 +21,9 @@ SCENARIOS = {
 }
 AT_REST = "at rest"
 
+SMALL_DRIFT = 0.05  # at which, and below, every token's ratio π/μ stays inside ±20 %
+LARGEST_LOG_RATIO = 0.18  # of them: between 0.83 and 1.2
+
 # What a trainer hands to its loss where the sampler drew from a truncated μ, as with top-p.
 FEEDS = {
     "renormalised": "current, old and ref over the tokens that the sampler could draw",
@@ -75,6 +78,11 @@ class EnumeratedProblem:
         states, size = len(self.prefixes), 2 * self.vocabulary
         features_SF = torch.randn(states, size, generator=rng, dtype=torch.float64) / size**0.5
         start, step, away = (torch.randn(size, self.vocabulary, generator=rng, dtype=torch.float64) for _ in range(3))
+        rewards_N = torch.randn(len(self._complete_responses), generator=rng, dtype=torch.float64)
+        ended_EF = torch.randn(len(self._ended), size, generator=rng, dtype=torch.float64) / size**0.5
+        features_SF = torch.cat([features_SF, ended_EF])
+        if self.drift <= SMALL_DRIFT:
+            step = step * self._kept_inside(features_SF @ start, features_SF @ step)
         theta, mu, ref = start + self.drift * step, start, start + self.drift * away
         if self.scenario == "on-policy":
             mu = theta
@@ -84,9 +92,22 @@ class EnumeratedProblem:
             mu = ref = theta
         elif self.scenario != "three policies":
             raise ValueError(f"unknown scenario {self.scenario!r}. Known: {', '.join(SCENARIOS)}")
-        rewards_N = torch.randn(len(self._complete_responses), generator=rng, dtype=torch.float64)
-        ended_EF = torch.randn(len(self._ended), size, generator=rng, dtype=torch.float64) / size**0.5
-        return torch.cat([features_SF, ended_EF]), theta, mu, ref, rewards_N
+        return features_SF, theta, mu, ref, rewards_N
+
+    def _kept_inside(self, start_SV: Tensor, step_SV: Tensor) -> float:
+        """What a small step is multiplied by where a ratio would leave ±20 %; 1 where none does."""
+        kept_SV, factor = self._likely_SV(start_SV), 1.0
+        while True:
+            largest = 0.0
+            for allowed_SV in (kept_SV, torch.ones_like(kept_SV)):  # as the feeds normalise
+                was_SV, is_SV = (
+                    x.masked_fill(~allowed_SV, -torch.inf).log_softmax(-1)[kept_SV]
+                    for x in (start_SV, start_SV + factor * self.drift * step_SV)
+                )
+                largest = max(largest, float((is_SV - was_SV).abs().max()))
+            if largest <= LARGEST_LOG_RATIO:
+                return factor
+            factor *= 0.99 * LARGEST_LOG_RATIO / largest
 
     @cached_property
     def prefixes(self) -> list[tuple[int, ...]]:
@@ -117,7 +138,10 @@ class EnumeratedProblem:
         """The tokens that the sampler can draw in each state."""
         if self.kept_from is not None:
             return self.kept_from.kept_SV
-        mu_SV, order_SV = self.logits_SV(self._draws[2]).softmax(-1).sort(-1, descending=True)
+        return self._likely_SV(self.logits_SV(self._draws[2]))
+
+    def _likely_SV(self, logits_SV: Tensor) -> Tensor:
+        mu_SV, order_SV = logits_SV.softmax(-1).sort(-1, descending=True)
         kept_SV = mu_SV.cumsum(-1) - mu_SV < self.top_p
         kept_SV[len(self.prefixes) :] = True  # padding is not drawn
         return torch.zeros_like(order_SV, dtype=torch.bool).scatter(-1, order_SV, kept_SV)
@@ -193,6 +217,12 @@ class EnumeratedProblem:
         """The current policy's; what it is not normalised over has no probability, though a finite logit."""
         logits_SV = self.logits_SV(self.theta)
         return logits_SV.masked_fill(~self.kept_SV, -1e4) if self.feed == "renormalised" else logits_SV
+
+    @property
+    def inside_clip(self) -> bool:
+        """Does every token's ratio stay inside ±20 %?"""
+        ratio_NT = (self.batch.logp_NT - self.batch.old_logp_NT).exp()
+        return bool(((ratio_NT - 1).abs() < 0.2)[self.mask_NT].all())
 
     @cached_property
     def probability_N(self) -> Tensor:

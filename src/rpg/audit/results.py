@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
@@ -9,12 +10,13 @@ from typing import Any
 
 from .box import BoxProblems, BoxRow
 from .measure import Measurement, Subject, measure, observe, worst
-from .names import Recogniser
+from .names import Recogniser, wrong_side
 from .problem import SCENARIOS, EnumeratedProblem
 from .truncated import DRIFT as LARGEST_TRUNCATED_DRIFT
 from .truncated import TruncatedProblems, TruncatedRow
 
 RIGHT = 1e-6  # rounding of float32: right as well, though not to the last digit
+NOT_FINITE = "the loss is not finite"
 OBJECTIVES = ("token", "sequence")
 
 
@@ -51,6 +53,7 @@ class Audit:
     box: list[BoxRow] = field(default_factory=list)  # as shipped, where no clip acts
     truncated: list[TruncatedRow] = field(default_factory=list)  # under top-p sampling
     names: dict[str, list[str]] = field(default_factory=dict)  # of a loss that is off: what is wrong, where it is known
+    inside_clip: bool = False  # did no ratio of the six settings leave ±20 %?
 
     @property
     def truncated_drift(self) -> float:
@@ -87,13 +90,15 @@ def run(
         for scenario in SCENARIOS
         for variable in (False, True)
     }
-    recogniser, names = Recogniser(beta, drift), {}
+    recogniser = Recogniser(beta, drift)
+    names: dict[str, list[str]] = {}
     for subject in subjects:
         progress(subject.name)
         as_shipped = box.rows(subject)
         in_box += as_shipped
         own: list[float] = [row.worst for row in as_shipped]
-        under_top_p += top_p.rows(subject)
+        truncated = top_p.rows(subject)
+        under_top_p += truncated
         for (scenario, variable), instances in problems.items():
             observations = [observe(subject, problem) for problem in instances]
             for objective in dict.fromkeys((subject.objective, *OBJECTIVES)):
@@ -115,9 +120,14 @@ def run(
                         **typical,  # type: ignore[arg-type]
                     )
                 )
-        if not worst(own) <= RIGHT and (words := recogniser.names(subject)):
+        if not all(math.isfinite(bias) for bias in [*own, *(row.worst_bias for row in truncated)]):
+            names[subject.name] = [NOT_FINITE]
+        elif not worst(own) <= RIGHT and (words := recogniser.names(subject)):
             names[subject.name] = words
-    return Audit(rows, seeds, beta, drift, list(messages), in_box, under_top_p, names)
+        if subject.source == "user" and (side := wrong_side(subject.clipped or subject.coefficients, beta)):
+            names.setdefault(subject.name, []).append(side)
+    inside = all(problem.inside_clip for instances in problems.values() for problem in instances)
+    return Audit(rows, seeds, beta, drift, list(messages), in_box, under_top_p, names, inside)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..console import choose, describe
+from ..console import choose, describe, one_of
 from ..loss import clip
 from ..loss.methods import Algorithm, algorithm, algorithms
 from ..loss.objective import DIVERGENCES
@@ -23,6 +24,7 @@ from .measure import Coefficients, Subject
 from .problem import FEEDS, EnumeratedBatch
 
 OBJECTIVE_OF_LEVEL = {"token": "token", "sequence": "sequence", "sequence-mean": "geometric"}
+STATED = ("none", "fkl", "rkl", "ufkl", "urkl")  # the divergences that a loss can be held to
 
 
 class LossFailed(ValueError):
@@ -105,12 +107,14 @@ def of_callable(fn: Callable[..., Any], name: str, divergence: str, objective: s
             shapes = [f"{k} {[*v.shape]}" for k, v in given.items()] + [f"{k} {v:g}" for k, v in extra.items()]
             raise LossFailed(f"{name} raised {describe(error)} (called with {', '.join(shapes)})") from error
         loss = out[0] if isinstance(out, tuple) else getattr(out, "loss", out)
-        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        if not isinstance(loss, Tensor):
             raise TypeError(f"{name} must return a loss that depends on logp; got {type(loss).__name__}")
+        if loss.grad_fn is None:
+            raise TypeError(f"{name} must return a loss that depends on logp; it has no gradient: is it detached?")
         (c_NT,) = torch.autograd.grad(loss.sum(), logp_NT, allow_unused=True)
         if c_NT is None:
             raise TypeError(f"{name} must return a loss that depends on logp; it has no gradient there")
-        return c_NT
+        return c_NT if loss.isfinite().all() else torch.full_like(c_NT, torch.nan)
 
     return Subject(name, "user", divergence, objective, compute, feeds=tuple(FEEDS))
 
@@ -144,12 +148,28 @@ def load(path: str) -> Any:
     return getattr(module, attribute)
 
 
+def _functions(file: str) -> str:
+    """How to name one of a file's functions, and which it has; nothing of it is run."""
+    try:
+        body = ast.parse(Path(file).read_bytes()).body
+    except OSError:
+        return "and there is no such file"
+    except (SyntaxError, ValueError) as error:
+        return f"write {file}:NAME; it cannot be read: {describe(error)}"
+    names = [f.name for f in body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")]
+    return f"write {file}:NAME; it has " + (", ".join(names) or "no function")
+
+
 def resolve(
     loss: str | PolicyLoss | Algorithm | Callable[..., Any],
     divergence: str | None = None,
     objective: str | None = None,
 ) -> Subject:
     """A subject from anything that can be audited; ``divergence`` and ``objective`` state what it should ascend."""
+    if divergence is not None:
+        one_of("divergence", divergence, STATED)
+    if objective is not None:
+        one_of("objective", objective, OBJECTIVE_OF_LEVEL.values())
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", getattr(loss, "name", "PolicyLoss"))
     target: Any = loss
     if isinstance(loss, str):
@@ -157,6 +177,8 @@ def resolve(
             target = load(loss)
         elif loss in algorithms():
             target = algorithm(loss)
+        elif loss.endswith(".py"):
+            raise ValueError(f"{loss} names no function; {_functions(loss)}")
         else:
             raise ValueError(choose("loss", loss, algorithms()) + "; or an import path, package.module:name")
     if isinstance(target, Algorithm):

@@ -26,12 +26,15 @@ from .summary import (
     AuditReport,
     Line,
     bias_text,
+    clip_finding,
     feed_findings,
     finding,
     grade,
     joined_labels,
     named,
+    narrow,
     shipped_finding,
+    worst_findings,
 )
 from .truncated import SHOWN, TOP_P
 
@@ -65,9 +68,12 @@ def _plain(value: Callable[[Line], str]) -> Callable[[Line], Text]:
     return lambda line: Text(value(line))
 
 
-def _noise(variance: float | None) -> str:
+def variance_text(variance: float | None) -> str:
+    """6.7, 10,868, 5.7e9"""
     if variance is None:
         return "–"
+    if variance >= 1e6:
+        return narrow(variance)
     return two_digits(variance) if variance < 1000 else f"{variance:,.0f}"
 
 
@@ -132,7 +138,7 @@ _IN_BOX = AuditColumn(
 _NOISE = AuditColumn(
     "KL noise",
     "variance of the KL term's gradient over its squared size; in the box, ref = old",
-    _plain(lambda line: _noise(line.in_box(REF_IS_OLD).kl_variance)),
+    _plain(lambda line: variance_text(line.in_box(REF_IS_OLD).kl_variance)),
 )
 _APART = AuditColumn(
     "apart",
@@ -199,6 +205,10 @@ def _show(report: AuditReport, to: Console, verbose: bool) -> None:
     to.print("Clips are open but for “in the box”; a token-level loss is held to the token-level objective.")
     to.print(_table(report, MAIN))
     _explain(to, MAIN)
+    for text in clip_finding(report):
+        to.print(text)
+    for text in worst_findings(report):
+        to.print(Text(text, style="yellow"))
     for text in feed_findings(report):
         to.print(text)
     _names(report, to)

@@ -23,7 +23,8 @@ LOSS_HELP = "a preset, a pattern of them, package.module:name or file.py:name; n
 STRICT = 1e-6
 STRICT_HELP = f"""\
 exit with 1 if a bias against its own objective exceeds {STRICT:g}: in the six settings; in the box as shipped, there
-also token by token against the loss without its clip; or under top-p sampling"""
+also token by token against the loss without its clip; under top-p sampling; or if the clip of a loss of yours cuts on
+the wrong side"""
 
 AUDIT_HELP = """\
 Compare the expected gradient of each LOSS with the exact gradient of its objective: every response of a
@@ -145,6 +146,7 @@ def _expanded(losses: list[str]) -> list[str]:
 def _subject(name: str, args: argparse.Namespace) -> Subject:
     from .. import __version__
     from ..audit import EnumeratedProblem, resolve
+    from ..audit.problem import SMALL_DRIFT
     from ..audit.subjects import share_without_reward
 
     if ":" not in name:
@@ -156,8 +158,9 @@ def _subject(name: str, args: argparse.Namespace) -> Subject:
     with one_line(""):
         cut = share_without_reward(subject, batch, args.beta)
     if subject.clipped is None and cut:
-        hint = f"{cut:.0%} of its tokens do not answer to the reward (a clip?): --drift 0.05 keeps ratios inside ±20 %"
-        print(f"rpg audit: {name}: {hint}", file=sys.stderr)
+        hint = "--drift 0.05 keeps" if args.drift > SMALL_DRIFT else f"yet --drift {args.drift:g} keeps"
+        text = f"{cut:.0%} of its tokens do not answer to the reward (a clip?): {hint} ratios inside ±20 %"
+        print(f"rpg audit: {name}: {text}", file=sys.stderr)
     return subject
 
 

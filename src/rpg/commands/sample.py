@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..api import sampling_config
 from ..console import Mistake, printable
@@ -33,7 +33,8 @@ examples:
   rpg sample Qwen/Qwen3-0.6B "Why is the sky blue?" --n 1 --temperature 0
   cat prompt.txt | rpg sample runs/latest - --json"""
 CHAT_EXAMPLES = f"""\
-/quit or Ctrl-D ends, /new forgets what was said, Ctrl-C stops a response. From a pipe each line is a turn.
+/quit or Ctrl-D ends, /new forgets what was said, Ctrl-C stops a response. From a pipe each line is a turn, and is
+shown before its answer.
 {SUMS}
 
 examples:
@@ -119,8 +120,12 @@ def on_terminal(text: str) -> str:
 
 def run_sample(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.prompt == "-" and not (prompt if args.raw else prompt.strip()):
+        raise Mistake("-: stdin is empty, there is no prompt")
     if args.prompt == "-" and not args.raw:
         prompt = prompt.removesuffix("\n")
+    if prompt is None and _waiting(sys.stdin):
+        _say("stdin is not read: give - to read the prompt from stdin")
     try:
         responder, task = _loaded(args)
         from ..ask.question import question
@@ -135,6 +140,20 @@ def run_sample(args: argparse.Namespace) -> int:
     else:
         _show(asked, responses, given_prompt=prompt is not None)
     return 0
+
+
+def _waiting(file: IO[str]) -> bool:
+    """Whether a pipe or a file has something to read. Nothing is taken from it, and nothing waited for."""
+    left = bytearray(4)
+    try:
+        import fcntl
+        import termios
+
+        if not file.isatty():
+            fcntl.ioctl(file.fileno(), termios.FIONREAD, left)
+    except (ImportError, AttributeError, OSError, ValueError):  # Windows, closed, or nothing that has bytes
+        return False
+    return any(left)
 
 
 def _show(asked: Question, responses: list[Sampled], given_prompt: bool) -> None:
@@ -170,6 +189,8 @@ def run_chat(args: argparse.Namespace) -> int:
         if text == "/new":
             said = []
             continue
+        if not sys.stdin.isatty():
+            print(f"> {on_terminal(text)}", flush=True)
         try:
             if conversation:
                 said.append({"role": "user", "content": text})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api import configure, fit
-from ..console import Mistake, clock, discard, first_of_launch, own_command, printable, reaches, several
+from ..console import Mistake, clock, discard, first_of_launch, own_command, printable, reaches, several, steps_text
 from ..run.auto import refuse_ruin, settled
 from ..run.config import Config
 from ..run.folder import read_rows
@@ -102,12 +102,16 @@ def _dry_run(config: Config, device: str, resume: bool) -> int:
 def _closing(summary: dict[str, Any], config: Config) -> str:
     lines = []
     for task, scores in summary["eval"].items():
+        name = f"{task} {scores['metric']}: {scores['first']:.1%}"
+        if scores["last_step"] == 0:
+            lines.append(f"{name} at the start" + (", not evaluated since" if summary["step"] else ""))
+            continue
         interval = f"[{scores['last_low']:.1%}, {scores['last_high']:.1%}]"
         best = f"best {scores['best']:.1%} at step {scores['best_step']}"
-        lines.append(f"{task} {scores['metric']}: {scores['first']:.1%} → {scores['last']:.1%} {interval}, {best}")
+        lines.append(f"{name} → {scores['last']:.1%} {interval}, {best}")
     on_gpu = summary["peak_gpu_memory_gb"]
     memory = f"{summary['peak_memory_gb']:.2f} GB" if on_gpu is None else f"{on_gpu:.1f} GB of the GPU's memory"
-    lines.append(f"{summary['step']} steps in {clock(summary['seconds'])}, {memory} at most")
+    lines.append(f"{steps_text(summary['step'])} in {clock(summary['seconds'])}, {memory} at most")
     return "\n".join([*lines, "next:", *(f"  {line}" for line in _next_commands(config))])
 
 

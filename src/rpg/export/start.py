@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..console import steps_text
 from ..models import BUILTIN
 from ..run import checkpoint
 from ..run.config import Config
@@ -25,7 +26,9 @@ class Start:
     def steps_left(self, config: Config) -> int:
         left = config.steps - self.step
         if left < 1:
-            raise ValueError(f"{self.where} has done its {config.steps} steps: give --steps, more than {self.step}")
+            raise ValueError(
+                f"{self.where} has done its {steps_text(config.steps)}: give --steps, more than {self.step}"
+            )
         return left
 
 

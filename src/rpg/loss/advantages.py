@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from ..console import choose, one_of
+from ..console import brief, choose, flat_text, one_of
 
 GROUP_KINDS = ("group-mean", "group-mean-std", "leave-one-out", "length-weighted", "success-rate", "log-partition")
 TOKEN_KINDS = ("reward-to-go", "optimal-token")
@@ -204,6 +204,8 @@ class Advantage:
     mapped_to: Range | None = None
     reward_range: Range | None = None
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         one_of("kind", self.kind, KINDS)
         one_of("over", self.over, ("responses", "tokens"))
@@ -283,8 +285,8 @@ class Advantage:
 
     def __call__(
         self,
-        rewards: Tensor,
-        groups: Tensor,
+        rewards: Tensor | Sequence[float],
+        groups: Tensor | Sequence[int],
         *,
         mask: Tensor | None = None,
         old_logp: Tensor | None = None,
@@ -292,11 +294,13 @@ class Advantage:
         greedy_rewards: Tensor | None = None,
         score_sq: Tensor | None = None,
     ) -> Tensor:
-        """rewards [N], groups [N] -> [N], or [N,T] where ``per_token``.
+        """rewards [N], groups [N] -> [N], or [N,T] where ``per_token``. Lists will do for both.
 
         mask [N,T] is needed where ``needs_mask``, old_logp and ref_logp [N,T] with a beta, score_sq [N,T] for
         optimal-token (``rpg.logit_score_sq``), greedy_rewards [N] for greedy-baseline.
         """
+        rewards = _tensor("rewards", rewards, torch.float32)
+        groups = _tensor("groups", groups, torch.long, rewards.device)
         if rewards.dim() != 1 or groups.shape != rewards.shape:
             raise ValueError(f"rewards and groups must both be [N]; got {list(rewards.shape)} and {list(groups.shape)}")
         rewards = rewards.float() if rewards.element_size() < 4 or not rewards.is_floating_point() else rewards
@@ -377,6 +381,18 @@ class Advantage:
             case "zero":
                 return rewards - plain  # what a KL in the reward leaves
         return rewards - self.constant
+
+
+def _tensor(
+    name: str, given: Tensor | Sequence[float], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Reward functions give lists, as in TRL and verl."""
+    if isinstance(given, Tensor):
+        return given
+    try:
+        return torch.as_tensor(given, dtype=dtype, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a tensor or a list of numbers; {flat_text(error)}") from None
 
 
 def _range(name: str, given: object) -> Range | None:

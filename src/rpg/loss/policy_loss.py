@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from ..console import choose, one_of
+from ..console import brief, choose, one_of
 from .clip import KL3, Box, Clip, DualClip, LogBox, Seen, TrustRegion
 from .control_variate import control_variate
 from .gates import Gate, Tokens
@@ -22,7 +22,10 @@ from .terms import Terms
 
 ESTIMATORS = ("differentiable", "reinforce")
 REDUCTIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "none")
-_WHY_NEEDED = {"ref_logp": "its KL is anchored elsewhere than at old", "keep": "see rpg.clip.curvature_keep"}
+_NEEDED = {
+    "ref_logp": "the log-probabilities under its KL's anchor, such as the first model or a teacher",
+    "keep": "what rpg.clip.curvature_keep gives",
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class PolicyLoss:
     max_log_ratio: float = 20.0
     needs: tuple[str, ...] = ()
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         one_of("divergence", self.divergence, ("none", *DIVERGENCES))
         one_of("estimator", self.estimator, ESTIMATORS)
@@ -85,7 +90,7 @@ class PolicyLoss:
         one_of("reduction", self.reduction, REDUCTIONS)
         object.__setattr__(self, "needs", tuple(self.needs))
         for name in self.needs:
-            one_of("needs", name, _WHY_NEEDED)
+            one_of("needs", name, _NEEDED)
         if not self.beta >= 0:
             raise ValueError(f"beta must be at least 0; got {self.beta}. J = E[R] - beta*D: the sign is in the formula")
         if not 0 < self.max_log_ratio <= 40:
@@ -359,9 +364,9 @@ class PolicyLoss:
         score_sq: Tensor | None,
     ) -> None:
         if "ref_logp" in self.needs and x.ref is None and self.has_kl:
-            raise ValueError(f"ref_logp is needed: this method is another one without it ({_WHY_NEEDED['ref_logp']})")
+            raise ValueError(f"this loss needs ref_logp=: {_NEEDED['ref_logp']}")
         if "keep" in self.needs and keep is None:
-            raise ValueError(f"keep is needed: this method is another one without it ({_WHY_NEEDED['keep']})")
+            raise ValueError(f"this loss needs keep=: {_NEEDED['keep']}")
         if exact_kl is not None:
             if self.level != "token":
                 raise ValueError("exact_kl is a per-state term: it needs level='token'")

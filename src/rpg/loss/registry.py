@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from torch import Tensor
 
-from ..console import choose, one_of
+from ..console import brief, choose, one_of
+from . import OTHER_NAMES
 from .advantages import Advantage, Range
 from .policy_loss import PolicyLoss
 
@@ -29,14 +30,16 @@ class Algorithm:
     name: str
     loss: PolicyLoss
     advantage: Advantage
-    paper: str = ""
-    formula: str = ""
+    paper: str = field(default="", repr=False)
+    formula: str = field(default="", repr=False)
     reference: str = "old"
     dynamic_sampling: bool = False  # groups without signal are dropped and sampled again
     min_signal: float = 0.0  # share of a step's groups that must have signal, or more are sampled (GPG)
     overlong_penalty: bool = False  # advantages.soft_overlong_penalty is added to the reward
     curvature_gate: bool = False  # clip.curvature_keep is passed to the loss as ``keep``
-    note: str = ""  # what a user should know at the start of a run
+    note: str = field(default="", repr=False)  # what a user should know at the start of a run
+
+    __repr__ = brief
 
     @property
     def only_here(self) -> str | None:
@@ -207,9 +210,8 @@ def algorithm(name: str, **overrides: object) -> Algorithm:
     gate_fields = {f.name for f in fields(gate)} - clip_fields if is_dataclass(gate) else set()
     for key in overrides:
         if key not in algorithm_fields | loss_fields | clip_fields | gate_fields:
-            raise ValueError(
-                choose(f"option of {name!r}", key, algorithm_fields | loss_fields | clip_fields | gate_fields)
-            )
+            known = algorithm_fields | loss_fields | clip_fields | gate_fields
+            raise ValueError(choose(f"option of {name!r}", key, known, OTHER_NAMES))
     _check_types(overrides, chosen, loss_given, rule, gate)
     chosen = replace(chosen, **{k: v for k, v in overrides.items() if k in algorithm_fields})  # type: ignore[arg-type]
     changes = {k: v for k, v in overrides.items() if k in loss_fields}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..console import flat_text, install
+from ..console import flat_text, install, nearest
 
 WRAPPER = "_peft_wrapper"  # in a model's __dict__, not among its modules: the PeftModel around it
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -236,8 +235,8 @@ def _check_start(config: Any) -> None:
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(names))}"
+    near = nearest(name, names, 0.5)
+    return f"; did you mean {near}?" if near else f"; there are {', '.join(sorted(names))}"
 
 
 def _peft() -> Any:

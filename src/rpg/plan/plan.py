@@ -120,6 +120,11 @@ class Plan:
         return self.disk.free is None or self.disk.needed <= self.disk.free
 
     @property
+    def limited(self) -> bool:
+        """Whether its minutes end the run before its steps do."""
+        return any(case.steps < self.config.steps for case in (self.low, self.middle, self.high))
+
+    @property
     def tokens(self) -> int:
         """Response tokens of a step, at most."""
         rollout = self.config.rollout
@@ -177,12 +182,12 @@ def plan(
         more = min(MOST_MORE, rollout.oversample / kept) if method.dynamic else 1.0
         seconds = _seconds(work, chosen, config, prompt, share, more, passes, data.evaluated)
         steps = _steps(config, seconds.step)
-        run = steps * seconds.step + _evaluations(config, steps) * seconds.evaluation
+        run = steps * seconds.step + evaluations(config, steps) * seconds.evaluation
         cases.append(Case(max(1.0, share * rollout.max_new_tokens), more, seconds, steps, run))
     return Plan(
         config=config,
         method=method,
-        formula=algorithm_of(config).formula,
+        formula=_formula(config, method),
         auto=auto,
         objections=tuple(against),
         warnings=tuple(warnings),
@@ -201,10 +206,16 @@ def plan(
         low=cases[0],
         middle=cases[1],
         high=cases[2],
-        evaluations=_evaluations(config, cases[1].steps),
+        evaluations=evaluations(config, cases[1].steps),
         data=data,
         disk=_disk(config, model, needed, here=device is None or chosen.cpu),
     )
+
+
+def _formula(config: Config, method: Method) -> str:
+    chosen = algorithm_of(config)
+    same = (chosen.dynamic_sampling, chosen.overlong_penalty) == (bool(method.dynamic), bool(method.overlong))
+    return chosen.formula if same else f"as published: {chosen.formula}"
 
 
 def _too_long(context: int, prompt: int, new: int) -> str:
@@ -276,7 +287,7 @@ def _steps(config: Config, seconds: float) -> int:
     return config.steps if config.minutes is None else min(config.steps, math.ceil(60 * config.minutes / seconds))
 
 
-def _evaluations(config: Config, steps: int) -> int:
+def evaluations(config: Config, steps: int) -> int:
     """The first, the last and those between."""
     every = config.eval.every
     return 2 + ((steps - 1) // every if every else 0) if steps else 1

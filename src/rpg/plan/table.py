@@ -12,7 +12,7 @@ from rich.text import Text
 from ..console import amount, estimated_duration, gb, printed
 from ..loss.describe import advantage_text, clip_text
 from ..training.collect import signal_of
-from .plan import IF_IT_FITTED, Plan
+from .plan import IF_IT_FITTED, Plan, evaluations
 
 ANCHORS = {
     "old": "anchored to the sampling policy, so no second model is held",
@@ -72,10 +72,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
                 [
                     f"dynamic sampling: {REPLACED[signal_of(config)]} are replaced"
                     if method.dynamic
-                    else "no dynamic sampling",
+                    else "no dynamic sampling" + _own(rollout.dynamic, "rollout.dynamic"),
                     f"overlong penalty in the last {rollout.overlong_tokens} tokens"
                     if method.overlong
-                    else "no overlong penalty",
+                    else "no overlong penalty" + _own(rollout.overlong, "rollout.overlong"),
                 ]
             ),
         ],
@@ -95,9 +95,16 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
         ],
     )
     steps = plan.middle.steps
-    limit = f"{config.minutes:g} minutes: some " if steps < config.steps else ""
+    limit = ""
+    if steps < config.steps:
+        limit = f"{config.minutes:g} minutes" + (", over within the first step: " if steps == 1 else ": some ")
     rate = f"lr {config.optim.lr:g}{_auto(plan, 'optim.lr')}"
-    yield "run", [f"{limit}{steps} steps, {steps * plan.optimiser_steps:,} optimiser steps, {rate}"]
+    counted = f"{steps} step" if steps == 1 else f"{steps} steps"
+    yield "run", [f"{limit}{counted}, {steps * plan.optimiser_steps:,} optimiser steps, {rate}"]
+
+
+def _own(chosen: bool | None, setting: str) -> str:
+    return f" ({setting} false)" if chosen is False else ""
 
 
 def _auto(plan: Plan, path: str) -> str:
@@ -146,7 +153,8 @@ def _time_table(plan: Plan) -> Table:
     cases = (plan.low, plan.middle, plan.high)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("time, estimated")
-    for title in ("low", "middle", "high"):
+    # where minutes end the run, short responses are more steps, with more evaluations: the longer run
+    for title in ("short", "middle", "long") if plan.limited else ("low", "middle", "high"):
         table.add_column(title, justify="right")
     table.add_row("mean response, tokens", *(f"{case.length:,.0f}" for case in cases))
     if plan.method.dynamic:
@@ -157,6 +165,10 @@ def _time_table(plan: Plan) -> Table:
         table.add_row(label, *(estimated_duration(getattr(case.seconds, name)) for case in cases))
     table.add_row("an evaluation", *(estimated_duration(case.seconds.evaluation) for case in cases))
     table.add_section()
+    if plan.limited:
+        evaluated = (evaluations(plan.config, case.steps) for case in cases)
+        table.add_row("steps", *(f"{case.steps:,}" for case in cases))
+        table.add_row("evaluations, not counted in minutes", *(f"{number:,}" for number in evaluated))
     table.add_row("the run", *(Text(estimated_duration(case.run), style="bold") for case in cases))
     return table
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import __version__
 from ..console import amount, duration, percent, tag, unbroken
 from .charts import Chart, present
-from .labels import Style, interval, plural, run_labels, spread, status_badge, styles, swatch
+from .labels import Style, interval, plural, repeats, run_labels, spread, status_badge, styles, swatch
 from .metrics import finite
 from .payload import EVALS, embed, payload, sampled, stride
 from .runs import RunData
@@ -107,7 +107,7 @@ def _header(runs: Sequence[RunData], experiments: Sequence[Experiment], tasks: S
     several = [_experiment_card(*both, tasks) for both in zip(styles(experiments), experiments, strict=True)]
     cards = _cards(runs[0]) if len(runs) == 1 else several
     labelled = zip(runs, run_labels(runs), strict=True)
-    warned = [note for run, label in labelled for note in notes(run, label, len(runs) > 1)]
+    warned = [note for run, label in labelled for note in notes(run, label, len(runs) > 1)] + repeats(experiments)
     warnings = tag("ul", *(tag("li", escape(note)) for note in warned), class_="notes") if warned else ""
     return tag("header", kicker, tag("h1", unbroken(title)), lede, tag("ul", *cards, class_="cards"), warnings)
 
@@ -173,7 +173,7 @@ def _experiment_card(style: Style, experiment: Experiment, tasks: Sequence[str])
     for task in tasks:
         if both := averages(experiment, task):
             last, best = both
-            first = next(s for run in experiment.runs if (s := scores(run).get(task)))
+            first = next(s for run in experiment.counted if (s := scores(run).get(task)))
             sure = f"95 % interval {interval(first)}" if last.n == 1 and interval(first) else ""
             seeds = f"last {first.metric} on {task}" + (f", {plural(last.n, 'seed')}" if last.n > 1 else "")
             return _card(title, f"{spread(last)} %", seeds, sure or f"best {spread(best)} %")

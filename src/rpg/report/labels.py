@@ -35,6 +35,17 @@ def run_labels(runs: Sequence[RunData]) -> list[str]:
     return [str(run.folder) if names.count(run.name) > 1 else run.name for run in runs]
 
 
+def repeats(experiments: Sequence[Experiment]) -> list[str]:
+    """Runs that were made again with the same seed, a line for each seed."""
+    runs = [run for experiment in experiments for run in experiment.runs]
+    names = {id(run): label for run, label in zip(runs, run_labels(runs), strict=True)}
+    again = [same for experiment in experiments for same in experiment.by_seed if len(same) > 1]
+    return [
+        f"{names[id(last)]} repeats {' and '.join(names[id(run)] for run in before)}: counted once"
+        for *before, last in again
+    ]
+
+
 def status_badge(run: RunData) -> str:
     kind = run.status if run.status in ("running", "finished", "stopped", "failed") else "unknown"
     return tag("span", escape(run.status), class_=f"status {kind}")

@@ -188,7 +188,12 @@ def payload(
             for run, label in zip(runs, labels, strict=True)
         ],
         "groups": [
-            {"label": e.label, "runs": [place[id(run)] for run in e.runs], "swatch": style.swatch, "dash": style.dash}
+            {
+                "label": e.label,
+                "runs": [place[id(run)] for run in e.counted],
+                "swatch": style.swatch,
+                "dash": style.dash,
+            }
             for e, style in zip(experiments, styles(experiments), strict=True)
         ],
         "charts": [

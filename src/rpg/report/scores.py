@@ -71,7 +71,7 @@ def _of_summary(run: RunData, values: dict[str, Any]) -> Score:
         last,
         number("best", last),
         0,
-        run.step,
+        int(number("last_step", run.step)),
         int(number("best_step", run.step)),
         finite(values.get("last_low")),
         finite(values.get("last_high")),
@@ -88,6 +88,19 @@ class Experiment:
     label: str
     runs: tuple[RunData, ...]
 
+    @property
+    def by_seed(self) -> list[list[RunData]]:
+        """Runs of one seed are one: the latest is last, and counts. Of one that was not evaluated nothing counts."""
+        seeds: dict[str, list[RunData]] = {}
+        for i, run in enumerate(self.runs):
+            seed = run.fact("seed")
+            seeds.setdefault(f"run {i}" if seed is None else str(seed), []).append(run)
+        return [sorted(same, key=lambda run: (bool(scores(run)), _started(run))) for same in seeds.values()]
+
+    @property
+    def counted(self) -> tuple[RunData, ...]:
+        return tuple(same[-1] for same in self.by_seed)
+
 
 @dataclass(frozen=True)
 class Average:
@@ -98,6 +111,10 @@ class Average:
     @classmethod
     def of(cls, values: Sequence[float]) -> Average:
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+
+
+def _started(run: RunData) -> str:
+    return str(run.summary.get("started") or "")
 
 
 def flat(config: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -144,6 +161,6 @@ def _label(algorithm: str, what: Sequence[str]) -> str:
 
 
 def averages(experiment: Experiment, task: str) -> tuple[Average, Average] | None:
-    """Last and Best on a task: each run's own, averaged over the runs that were evaluated on it."""
-    each = [score for run in experiment.runs if (score := scores(run).get(task))]
+    """Last and Best on a task: each seed's own, averaged over those that were evaluated on it."""
+    each = [score for run in experiment.counted if (score := scores(run).get(task))]
     return (Average.of([s.last for s in each]), Average.of([s.best for s in each])) if each else None

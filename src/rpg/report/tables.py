@@ -37,7 +37,7 @@ def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
     coloured = styles(experiments)
     for i, experiment in enumerate(experiments):
         cells = []
-        early = any(run.status not in ("finished", "unknown") for run in experiment.runs)
+        early = any(run.status not in ("finished", "unknown") for run in experiment.counted)
         unfinished |= early
         for task in tasks:
             both = table[i, task]
@@ -49,7 +49,7 @@ def _last_best(experiments: Sequence[Experiment], tasks: Sequence[str]) -> str:
                 mark = marks[task, k].get(_rounded(both[k].mean))
                 cells.append(tag("td", text if mark is None else tag(mark, text), class_="number"))
         name = swatch(coloured[i]) + escape(experiment.label) + (" †" if early else "")
-        seeds = tag("td", str(len(experiment.runs)), class_="number")
+        seeds = tag("td", str(len(experiment.counted)), class_="number")
         rows.append(tag("tr", tag("th", name, scope="row"), seeds, *cells))
     caption = (
         "Last: the last evaluation of each run. Best: the highest of each run, which favours runs with many or noisy "

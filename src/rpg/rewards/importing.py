@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..console import describe
+from ..console import describe, nearest
 
 FILES: dict[str, str] = {}  # name in sys.modules -> file, of what load_file_module has loaded
 
@@ -37,8 +36,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     if hasattr(module, name):
         raise ImportFailed(f"{spec} is no function but {type(function).__name__}")
     names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-    near = difflib.get_close_matches(name, names, n=1)
-    raise ImportFailed(f"{where} has no function {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    near = nearest(name, names)
+    raise ImportFailed(f"{where} has no function {name!r}" + (f"; did you mean {near!r}?" if near else ""))
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -50,8 +49,8 @@ def split_spec(spec: str) -> tuple[str, str]:
         return where, name
     path = Path(where).expanduser().absolute()
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
-        raise ImportFailed(f"no such file: {where}" + (f"; did you mean {path.with_name(near[0])}?" if near else ""))
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
+        raise ImportFailed(f"no such file: {where}" + (f"; did you mean {path.with_name(near)}?" if near else ""))
     return str(path), name
 
 

@@ -27,6 +27,11 @@ from torch import Tensor
 from .folder import locked, settings_of
 
 FORMAT = 1
+ENDED = {
+    "failed": "it failed before its first",
+    "finished": "it kept none",
+    "stopped": "it was stopped before its first",
+}
 MANIFEST = "trainer/manifest.json"
 NAME = re.compile(r"step-(\d{6,})")
 SAVING, REPLACED, REMOVED = ".saving-", ".replaced-", ".removed-"  # hidden folders; only the second is worth keeping
@@ -146,8 +151,17 @@ def model_of(name: str) -> str:
         return name
     saved = folders(Path(name) / "checkpoints")
     if not saved:
-        raise ValueError(f"{name} has no checkpoint yet")
+        raise ValueError(lacking(Path(name)))
     return str(saved[max(saved)] / "model")
+
+
+def lacking(run: Path) -> str:
+    """Of a run without checkpoints, in one line: whether there will be one."""
+    summary: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    ended = ENDED.get(str(summary.get("status"))) if isinstance(summary, dict) else None
+    return f"{run} has no checkpoint yet" if ended is None else f"{run} has no checkpoint: {ended}"
 
 
 def verify(folder: Path) -> str | None:

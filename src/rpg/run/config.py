@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from ..loss import OTHER_NAMES as LOSS_NAMES
 from .settings import AUTO, Bound, OrAuto, check_bounds
 
 FROM_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
@@ -219,9 +220,7 @@ class LogConfig:
 # What TRL, verl, OpenRLHF and others call them: for "did you mean"
 OTHER_NAMES = {
     "algorithm": "algo method loss_type loss_mode adv_estimator advantage_estimator",
-    "loss.beta": "beta kl_coef kl_coeff kl_loss_coef init_kl_coef kl_beta",
-    "loss.low": "epsilon cliprange clip_eps clip_ratio clip_ratio_low eps_clip eps_clip_low",
-    "loss.high": "epsilon_high cliprange_high clip_ratio_high eps_clip_high",
+    **{f"loss.{option}": f"{option} {others}" for option, others in LOSS_NAMES.items()},
     "model": "model_name model_path model_name_or_path pretrain base_model",
     "dtype": "torch_dtype precision bf16 fp16 fp32",
     "device": "gpu cuda",
@@ -265,6 +264,15 @@ OTHER_NAMES = {
     "log.wandb": "use_wandb wandb_project project_name report_to",
 }
 
+# And what they set, and nothing here does
+_GPUS = "torchrun starts a process a GPU (docs/multi-gpu.md)"
+NOT_SET = {
+    "logging_steps": "every step is logged; --eval.every is for evaluations, --log.view for what the terminal shows",
+    "n_gpus_per_node": _GPUS,
+    "num_processes": _GPUS,
+    "num_gpus": _GPUS,
+}
+
 
 @dataclass(frozen=True)
 class Config:
@@ -301,6 +309,7 @@ class Config:
     log: LogConfig = LogConfig()
 
     other_names: ClassVar[dict[str, str]] = OTHER_NAMES
+    not_set: ClassVar[dict[str, str]] = NOT_SET
 
     def __post_init__(self) -> None:
         check(self)

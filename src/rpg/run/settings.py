@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import difflib
 import functools
 import inspect
 import itertools
@@ -22,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from ..console import nearest
 from ..secrets import without_secrets
 from ..yaml_text import dump_yaml, load_yaml, read_yaml
 
@@ -288,9 +288,9 @@ def _convert(hint: Any, value: Any, text: bool, more: str = "") -> Any:
     if get_origin(hint) is Literal:
         if isinstance(value, str) and value in kinds:
             return value
-        near = difflib.get_close_matches(str(value).lower(), kinds, n=1, cutoff=0.5)  # fp32 -> float32
-        nearest = f"; did you mean {near[0]!r}?" if near else ""
-        raise WrongValue(f"must be one of {', '.join(kinds)}; got {_shown(value)}{nearest}")
+        near = nearest(str(value), kinds, cutoff=0.5)  # fp32 -> float32
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise WrongValue(f"must be one of {', '.join(kinds)}; got {_shown(value)}{hint}")
     if get_origin(hint) is tuple:
         items = value.split(",") if isinstance(value, str) and text else value
         if not isinstance(items, (list, tuple)) or len(items) != len(kinds):
@@ -314,7 +314,8 @@ def _convert(hint: Any, value: Any, text: bool, more: str = "") -> Any:
                 return float(number)
             if hint is int and number == int(number) and abs(number) <= LARGEST:
                 return int(number)
-    raise WrongValue(f"must be {KINDS[hint]}{more}; got {_shown(value)}")
+    by_name = ": a function by its name, file.py:name, as it runs in processes of its own" if callable(value) else ""
+    raise WrongValue(f"must be {KINDS[hint]}{more}{by_name}; got {_shown(value)}")
 
 
 def _number(value: Any) -> int | float:
@@ -355,6 +356,8 @@ def change(config: T, values: Mapping[str, Any]) -> T:
         elif path in sections:
             raise ValueError(f"{path} must be a section of settings by name; got {_shown(value)}")
         else:
+            if elsewhere := _elsewhere(path, type(config)):
+                raise ValueError(f"unknown setting {path!r}: {elsewhere}")
             near = _nearest(path, [*settings, *sections], type(config))
             raise ValueError(f"unknown setting {path!r}" + (f"; did you mean {near!r}?" if near else ""))
     return build(type(config), flags=chosen)
@@ -409,28 +412,56 @@ def _flatten(data: dict[Any, Any], cls: type, section: str = "") -> Iterator[tup
 def unknown_flag(flag: str, options: Iterable[str], cls: type | None = None) -> str:
     if cls is not None and _leaf_of(flag[2:], leaves(cls)) is not None:
         return f"{flag} has no effect here: leave it out"
-    near = _nearest(flag[2:], [option[2:] for option in options if option.startswith("--")], cls)
+    if elsewhere := _elsewhere(flag[2:], cls):
+        return f"unknown option {flag}: {elsewhere}"
+    near = _nearest(flag[2:], _long(options), cls)
     return f"unknown option {flag}" + (f"; did you mean --{near}?" if near else "")
+
+
+def unknown_argument(given: str, options: Iterable[str], cls: type | None = None) -> str:
+    """What is no flag, but was perhaps meant as one: -n, steps=5"""
+    names, (name, equals, value) = _long(options), given.lstrip("-").partition("=")
+    if given.startswith("-") and len(name) == 1 and name not in names:
+        starting = [option for option in names if option.startswith(name) and "." not in option]
+        near = starting[0] if len(starting) == 1 else None if starting else _nearest(name, names, cls)
+    elif given.startswith("-") or equals:
+        open_to = any(option.endswith(".KEY") and name.startswith(option.removesuffix("KEY")) for option in names)
+        near = name if name in names or open_to else _nearest(name, names, cls)
+    else:
+        near = None
+    what = "unknown option" if given.startswith("-") else "unrecognized argument"
+    flag = f"--{near} {value}".rstrip()
+    return f"{what} {given}" + (f"; did you mean {flag}?" if near else "")
+
+
+def _long(options: Iterable[str]) -> list[str]:
+    return [option[2:] for option in options if option.startswith("--")]
+
+
+def _elsewhere(name: str, cls: type | None) -> str | None:
+    """What stands in for something that others set and we do not."""
+    texts: Mapping[str, str] = getattr(cls, "not_set", {})
+    return texts.get(name.replace("-", "_").lower().rpartition(".")[2])
 
 
 def _nearest(name: str, paths: Sequence[str], cls: type | None) -> str | None:
     """temperature or rolout.temperature -> rollout.temperature by the last part; learning_rate -> optim.lr by what
     others call it; else what is spelled nearly so in its section, or anywhere."""
-    section, _, last = name.replace("-", "_").rpartition(".")
+    section, _, last = name.replace("-", "_").lower().rpartition(".")
     ends = [(path, *path.rpartition(".")[::2]) for path in paths]
     called = (path for path, others in getattr(cls, "other_names", {}).items() if last in others.split())
     known = next((path for path in called if path in paths or _leaf_of(path, leaves(cls))), None)  # type: ignore[arg-type]
     if known and not section:
         return str(known)
     if same := {where: path for path, where, end in reversed(ends) if end == last}:
-        near = difflib.get_close_matches(section, same, n=1)
-        return same[near[0]] if near else list(same.values())[-1]
+        near = nearest(section, same)
+        return same[near] if near else list(same.values())[-1]
     if known:
         return str(known)
     beside = {end: path for path, where, end in ends if where == section}
     anywhere = {end: path for path, _, end in reversed(ends)}
     whole = {} if beside else {path: path for path in paths}
     for spelled, among in ((last, beside), (last, anywhere), (name, whole)):
-        if near := difflib.get_close_matches(spelled, among, n=1):
-            return among[near[0]]
+        if near := nearest(spelled, among):
+            return among[near]
     return None

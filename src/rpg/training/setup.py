@@ -297,7 +297,7 @@ def unasked(task: Task, config: Config) -> Iterator[str]:
     plain = sum(problem.template == "plain" for problem in first)
     if plain > len(first) / 2:
         yield (
-            f"{task.name}: its prompts do not say how to answer, and only \\boxed{{…}}, #### … and Answer: … are read: "
+            f"{task.name}: its prompts do not say how to answer, and only \\boxed{{…}}, #### … and answer … are read: "
             "--task.template boxed asks for it"
         )
 
@@ -330,6 +330,8 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(NO_GPU.format(name))
     try:
         torch.empty(1, device=device).item()  # which a device without memory (meta) refuses
+    except NotImplementedError as error:  # of a backend that is not there a paragraph
+        raise ValueError(NO_GPU.format(name)) from error
     except Exception as error:  # each backend has its own kinds
         raise ValueError(f"device {name!r} is not to be had: {first_line(error)}") from error
     return device

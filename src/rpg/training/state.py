@@ -59,6 +59,7 @@ FREE = (
     "optim.recompute",
     "rollout.slots",
 )
+FELT = ("optim.", "rollout.", "eval.")  # of these, what makes other numbers: a change is said
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,17 @@ def open_logs(config: Config, folder: RunFolder, view: View, resume: bool, start
         folder.mark((start.run if start is not None else "") or new_id())
     path, every = folder.path, config.checkpoint.every
     link_latest(path)
-    write_config(config, path)
+    done = None if start is None else nothing_left(config, start)
+    if done is None:
+        write_config(config, path)
+    else:  # what was trained with stays
+        trust.remember(path, config)
     at = None if not resume else -1 if start is None else start.step
     logs = RunLogs(path, config.log, path.name, flat(config), resume=at, most=every, warn=warn)
     if resume:
         say_what_is_lost(path, start, logs, view)
+        for text in [done] if done is not None else [] if start is None else what_changes(config, start):
+            view.message(text)
         view.history(read_rows(path / "metrics.jsonl", []))
     return logs
 
@@ -163,10 +170,30 @@ def write_config(config: Config, folder: Path) -> None:
     trust.remember(folder, config)
 
 
+def nothing_left(config: Config, start: Checkpoint) -> str | None:
+    """None: there are steps to do."""
+    if start.step >= config.steps:
+        return f"nothing to do: {start.step} of {config.steps} steps are done (--steps N trains on)"
+    if config.minutes is not None and Progress.load(start.state).spent >= 60 * config.minutes:
+        return f"nothing to do: its {config.minutes:g} minutes are over (--minutes N trains on)"
+    return None
+
+
+def what_changes(config: Config, start: Checkpoint) -> list[str]:
+    """Settings that the steps to come have, and those before had not."""
+    then, now = _then_and_now(config, start)
+    keys = (key for key in now if key.startswith(FREE) and key.startswith(FELT) and then.get(key) != now[key])
+    return [f"{key}: {_shown(then.get(key))} → {_shown(now[key])} from step {start.step + 1}" for key in keys]
+
+
+def _then_and_now(config: Config, start: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A setting that is newer than the checkpoint had its default."""
+    return _as_json(flat(Config())) | start.state["config"], _as_json(flat(config))
+
+
 def check_settings(config: Config, checkpoint: Checkpoint, context: RunContext) -> None:
     """What a run is made of cannot change on the way."""
-    defaults, now = _as_json(flat(Config())), _as_json(flat(config))
-    then = defaults | checkpoint.state["config"]  # a setting that is newer than the checkpoint had its default
+    then, now = _then_and_now(config, checkpoint)
     keys = {key for key in (*then, *now) if not key.startswith(FREE) and not secrets.named(key)}
     if now["reference.model"] == checkpoint.state.get("reference", {}).get("teacher"):  # in place of its run
         keys.discard("reference.model")

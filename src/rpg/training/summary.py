@@ -67,6 +67,7 @@ def summarise(
             "metric": f"mean@{config.eval.k}",
             "first": scores[0]["mean"],
             "last": last["mean"],
+            "last_step": last["step"],
             "last_low": last["low"],
             "last_high": last["high"],
             "best": best["mean"],
