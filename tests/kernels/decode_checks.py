@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rpg.kernels.decode import decode_attention, launch, reference
+from rpg.kernels.decode import FP8, Cache, decode_attention, launch, reference
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,26 @@ def repair_dot() -> None:
     InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, raised(a), raised(b), *rest)
 
 
+def repair_rounding() -> None:
+    """The interpreter loses what is carried when it rounds to 8 bits: torch does it."""
+    import numpy
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, src: Any, kind: Any, mode: Any) -> Any:
+        if kind.scalar != tl.float8e4nv or src.dtype.scalar != tl.float32:
+            return cast(self, src, kind, mode)
+        data = torch.from_numpy(numpy.ascontiguousarray(src.data)).to(FP8).view(torch.uint8).numpy()
+        return TensorHandle(data, tl.float8e4nv)
+
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     repair_dot()
+    repair_rounding()
 
 
 def case(
@@ -38,12 +56,13 @@ def case(
     prompts: tuple[int, ...] = (5, 21),
     prompt: tuple[int, ...] = (0, 1, 0, 1, 1),
     length: tuple[int, ...] = (7, -1, 0, 19, 33),
-    room: tuple[int, int] = (40, 37),
+    page: int = 16,
     dtype: torch.dtype = torch.float32,
+    fp8: bool = False,
     device: torch.device = CPU,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Random inputs; NaN in the caches wherever there is no token yet."""
+    """Random inputs; NaN in the pages wherever there is no token yet, and no page where a table need not have one."""
     generator = torch.Generator().manual_seed(seed)
     count, slots = len(prompt), len(prompt) + 2
 
@@ -51,36 +70,49 @@ def case(
         return torch.randn(shape, generator=generator)
 
     slot = torch.randperm(slots, generator=generator)[:count]
-    pair = [draw(len(prompts), groups, room[0], width) for _ in range(2)]
-    for cache in pair:
-        for i, tokens in enumerate(prompts):
-            cache[i, :, tokens:] = torch.nan
-    own = [draw(slots, groups, room[1], width) for _ in range(2)]
-    for cache in own:
-        held = torch.full((slots,), 0)
-        held[slot] = torch.tensor(length).clamp(min=0)
-        for i, tokens in enumerate(held.tolist()):
-            cache[i, :, tokens:] = torch.nan
+    held = torch.full((slots,), -1)
+    held[slot] = torch.tensor(length)
+    needed = [-(-tokens // page) for tokens in prompts] + [tokens // page + 1 for tokens in held.tolist()]
+    free = torch.randperm(sum(needed) + 3, generator=generator).tolist()
+    tables = torch.full((len(needed), max(needed) + 1), 10**6, dtype=torch.int32)
+    plain = [torch.full((len(free), groups, page, width), torch.nan) for _ in range(2)]
+    cache = Cache.empty(len(free), draw(1, groups, 1, width).to(dtype), draw(1, groups, 1, width).to(dtype), fp8, page)
+    cache.put(torch.arange(len(free))[:, None], torch.arange(page), *(x.transpose(1, 2).to(dtype) for x in plain))
+    for i, tokens in enumerate([*prompts, *held.tolist()]):
+        tables[i, : needed[i]] = torch.tensor([free.pop() for _ in range(needed[i])], dtype=torch.int32)
+        at = torch.arange(max(0, tokens))
+        new = [draw(len(at), groups, width).to(dtype) for _ in range(2)]
+        cache.put(tables[i, at // page].long(), at % page, *new)
     query = draw(count, 1, groups * group, width).transpose(1, 2).squeeze(2)
     key, value = draw(count, groups, 2, width).unbind(2)  # neither is contiguous
     indices = [torch.tensor(prompt), torch.tensor(prompts)[list(prompt)], slot, torch.tensor(length)]
     for i, tokens in enumerate(length):
         if tokens < 0:
             indices[0][i], indices[1][i], indices[2][i] = 10**6, 10**6, -(10**6)
-    names = ["query_AHD", "key_AGD", "value_AGD", "prompt_keys_PGMD", "prompt_values_PGMD", "keys_SGRD", "values_SGRD"]
-    tensors = [x.to(device, dtype) for x in (query, key, value, *pair, *own)]
-    found: dict[str, Any] = dict(zip(names, tensors, strict=True))
+    found: dict[str, Any] = {"query_AHD": query.to(device, dtype)}
+    found |= {"key_AGD": key.to(device, dtype), "value_AGD": value.to(device, dtype)}
+    found["cache"] = Cache(*(x if x is None else x.to(device) for x in whole(cache)))
+    found |= {"prompt_page_QM": tables[: len(prompts)].to(device), "page_SR": tables[len(prompts) :].to(device)}
     for name, index in zip(("prompt_A", "prompt_length_A", "slot_A", "length_A"), indices, strict=True):
         found[name] = index.to(device, torch.int32)
     return found | {"scaling": width**-0.5}
 
 
+def whole(cache: Cache) -> list[Any]:
+    return [cache.keys_CGTD, cache.values_CGTD, cache.key_scale_CGT, cache.value_scale_CGT]
+
+
 def double(given: dict[str, Any]) -> dict[str, Any]:
-    """A copy with every tensor of numbers in float64."""
-    return {
-        name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x.clone() if torch.is_tensor(x) else x
-        for name, x in given.items()
-    }
+    """A copy with every tensor of numbers in float64; 8 bits stay 8 bits."""
+
+    def raised(x: Any) -> Any:
+        if isinstance(x, Cache):
+            return Cache(*(None if part is None else raised(part) for part in whole(x)))
+        if not torch.is_tensor(x):
+            return x
+        return x.double() if x.is_floating_point() and x.dtype != FP8 else x.clone()
+
+    return {name: raised(x) for name, x in given.items()}
 
 
 def compare(given: dict[str, Any], window: int | None = None, **settings: Any) -> None:
@@ -90,8 +122,9 @@ def compare(given: dict[str, Any], window: int | None = None, **settings: Any) -
     got = launch(**given, window=window, **settings)
     half = given["query_AHD"].dtype != torch.float32
     torch.testing.assert_close(got.double(), want, rtol=2e-2 if half else 2e-5, atol=2e-2 if half else 2e-6)
-    for name in ("keys_SGRD", "values_SGRD", "prompt_keys_PGMD", "prompt_values_PGMD"):
-        torch.testing.assert_close(given[name].double(), exact[name], rtol=0, atol=0, equal_nan=True)
+    for found, wanted in zip(given["cache"].parts, exact["cache"].parts, strict=True):
+        near = 1e-6 if given["cache"].key_scale_CGT is not None else 0  # scales are in float32
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=near, atol=0, equal_nan=True)
 
 
 def check_groups_and_splits() -> None:
@@ -118,8 +151,21 @@ def check_half_precision() -> None:
             compare(case(dtype=dtype, width=32), splits=splits, block=16)
 
 
+def check_8_bits() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for splits in (1, 3):
+            compare(case(dtype=dtype, width=32, fp8=True), splits=splits, block=16)
+    compare(case(groups=1, width=24, fp8=True), window=20, splits=2, block=16)
+
+
+def check_pages_of_several_blocks() -> None:
+    for splits in (1, 3):
+        compare(case(prompts=(64, 100), length=(7, -1, 63, 64, 129), page=64), splits=splits, block=32)
+        compare(case(prompts=(64, 100), length=(7, -1, 63, 64, 129), page=64), window=70, splits=splits)
+
+
 def check_more_splits_than_blocks_and_own_settings() -> None:
-    compare(case(length=(0, 1, 2, 3, 4)), splits=9, block=32)
+    compare(case(length=(0, 1, 2, 3, 4), page=32), splits=9, block=32)
     given = case()
     exact = double(given)
     got = decode_attention(**given)
@@ -127,17 +173,17 @@ def check_more_splits_than_blocks_and_own_settings() -> None:
 
 
 def check_prompts_that_fill_their_row_and_empty_ones() -> None:
-    compare(case(prompts=(0, 40), length=(36, 0, -1, 16, 32)), splits=1, block=16)
-    compare(case(prompts=(0, 40), length=(36, 0, -1, 16, 32)), splits=4, block=16)
+    for splits in (1, 4):
+        compare(case(prompts=(0, 48), length=(36, 0, -1, 16, 32)), splits=splits, block=16)
 
 
 def check_all_rows_dead_and_no_rows() -> None:
     given = case(length=(-1,) * 5)
-    before = {name: x.clone() for name, x in given.items() if torch.is_tensor(x)}
+    before = [x.clone() for x in given["cache"].parts]
     for splits in (1, 3):
         assert (launch(**given, splits=splits) == 0).all()
-    for name, x in before.items():
-        torch.testing.assert_close(given[name], x, rtol=0, atol=0, equal_nan=True)
+    for x, was in zip(given["cache"].parts, before, strict=True):
+        torch.testing.assert_close(x, was, rtol=0, atol=0, equal_nan=True)
     empty = {name: x[:0] if name in ("query_AHD", "key_AGD", "value_AGD") else x for name, x in given.items()}
     assert launch(**empty).shape == (0, 6, 16)
 
@@ -147,15 +193,16 @@ def check_generating_token_by_token_is_attention_over_the_whole() -> None:
     generator = torch.Generator().manual_seed(3)
     steps, tokens, width = 12, 5, 16
     sequence = torch.randn(3, 2, tokens + steps, width, generator=generator)  # q, k, v of two rows
-    prompt_keys, prompt_values = (sequence[i, :, None, :tokens].clone() for i in (1, 2))
-    keys, values = torch.full((2, 2, 1, steps, width), torch.nan).unbind(0)
+    key, value = (sequence[i, :, None, :tokens] for i in (1, 2))
+    cache = Cache.empty(6, key, value, fp8=False, page=16)
+    prompt_page, page = torch.tensor([[3], [5]], dtype=torch.int32), torch.tensor([[1], [0]], dtype=torch.int32)
+    for row in range(2):
+        cache.put(prompt_page[row].long(), torch.arange(tokens), key[row].transpose(0, 1), value[row].transpose(0, 1))
     want = torch.nn.functional.scaled_dot_product_attention(*sequence.double(), is_causal=True)
     slot, which = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     for step in range(steps):
         q, k, v = (sequence[i, :, None, tokens + step] for i in range(3))
         length = torch.tensor([step, step], dtype=torch.int32)
         size = torch.full((2,), tokens, dtype=torch.int32)
-        got = decode_attention(
-            q, k, v, prompt_keys, prompt_values, keys, values, which, size, slot, length, width**-0.5
-        )
+        got = decode_attention(q, k, v, cache, prompt_page, page, which, size, slot, length, width**-0.5)
         torch.testing.assert_close(got[:, 0].double(), want[:, tokens + step], rtol=2e-5, atol=2e-6)

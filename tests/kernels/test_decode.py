@@ -9,7 +9,7 @@ import torch
 from kernels import decode_checks
 from kernels.decode_checks import case, double
 from kernels.interpreted import interpreted
-from rpg.kernels.decode import decode_attention, splits_for
+from rpg.kernels.decode import decode_attention, in_8_bits, splits_for
 
 CHECKS = [name for name in vars(decode_checks) if name.startswith("check_")]
 run = functools.cache(lambda: interpreted("decode_checks"))
@@ -24,29 +24,41 @@ def written_out(given, window):
     """One row, head and token at a time, in Python's numbers."""
     query = given["query_AHD"]
     heads, groups = query.shape[1], given["key_AGD"].shape[1]
-    output = torch.zeros_like(query)
+    output, cache = torch.zeros_like(query), given["cache"]
+
+    def at(page, place, g):
+        """Key and value of one token."""
+        scales = [1.0 if x is None else x[page, g, place] for x in (cache.key_scale_CGT, cache.value_scale_CGT)]
+        stores = cache.keys_CGTD, cache.values_CGTD
+        return [store[page, g, place].double() * scale for store, scale in zip(stores, scales, strict=True)]
+
     for a, length in enumerate(given["length_A"].tolist()):
         if length < 0:
             continue
         prompt, tokens, slot = (int(given[name][a]) for name in ("prompt_A", "prompt_length_A", "slot_A"))
         for h in range(heads):
             g = h // (heads // groups)
-            rows = [
-                (given["prompt_keys_PGMD"][prompt, g, i], given["prompt_values_PGMD"][prompt, g, i])
-                for i in range(tokens)
-            ]
-            rows += [(given["keys_SGRD"][slot, g, i], given["values_SGRD"][slot, g, i]) for i in range(length)]
-            rows += [(given["key_AGD"][a, g], given["value_AGD"][a, g])]
+            rows = [at(given["prompt_page_QM"][prompt, i // cache.page], i % cache.page, g) for i in range(tokens)]
+            rows += [at(given["page_SR"][slot, i // cache.page], i % cache.page, g) for i in range(length)]
+            new = given["key_AGD"][a, g], given["value_AGD"][a, g]
+            rows.append(new if cache.key_scale_CGT is None else [rounded(x) for x in new])
             rows = rows if window is None else rows[-window:]
             weights = [math.exp(given["scaling"] * float(query[a, h] @ key)) for key, _ in rows]
             output[a, h] = sum(w * value for w, (_, value) in zip(weights, rows, strict=True)) / sum(weights)
     return output
 
 
+def rounded(x):
+    """In 8 bits, and back."""
+    scale = float(x.abs().max()) / 448
+    return (x / scale).to(torch.float8_e4m3fn).double() * scale
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "8 bits"])
 @pytest.mark.parametrize("window", [None, 1, 6, 30])
 @pytest.mark.parametrize("group", [1, 3])
-def test_the_reference_is_attention_written_out(group, window):
-    given = double(case(group=group))
+def test_the_reference_is_attention_written_out(group, window, fp8):
+    given = double(case(group=group, fp8=fp8))
     want = written_out(given, window)
     torch.testing.assert_close(decode_attention(**given, window=window), want)
     assert not want[0].isnan().any()
@@ -55,13 +67,24 @@ def test_the_reference_is_attention_written_out(group, window):
 
 def test_the_reference_writes_the_new_token_and_nothing_else():
     given = case()
-    before = {name: given[name].clone() for name in ("keys_SGRD", "values_SGRD")}
+    before = [x.clone() for x in given["cache"].parts]
     decode_attention(**given)
-    for name, new in (("keys_SGRD", "key_AGD"), ("values_SGRD", "value_AGD")):
+    for found, was, new in zip(given["cache"].parts, before, ("key_AGD", "value_AGD"), strict=True):
         for a, length in enumerate(given["length_A"].tolist()):
             if length >= 0:
-                before[name][int(given["slot_A"][a]), :, length] = given[new][a]
-        torch.testing.assert_close(given[name], before[name], rtol=0, atol=0, equal_nan=True)
+                page = int(given["page_SR"][int(given["slot_A"][a]), length // 16])
+                was[page, :, length % 16] = given[new][a]
+        torch.testing.assert_close(found, was, rtol=0, atol=0, equal_nan=True)
+
+
+def test_8_bits_are_near_what_they_round():
+    """A vector's error is at most a sixteenth of each number, or of the smallest that 8 bits tell apart."""
+    x = torch.randn(100, 32) * torch.logspace(-6, 6, 100)[:, None]
+    x[0] = 0
+    rounded_x, scale = in_8_bits(x)
+    error = (rounded_x.float() * scale[:, None] - x).abs()
+    assert (error <= (x.abs() / 16).clamp(min=0) + scale[:, None] * 2**-10).all()
+    assert not error[0].any()
 
 
 def test_splits_fill_the_chip_and_no_more():

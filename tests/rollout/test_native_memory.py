@@ -6,7 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.engines import PROMPTS, engine, flat
+import tiny
+from rollout.engines import PROMPTS, engine, flat, forward_logp
+from rpg.kernels.decode import Cache
+from rpg.rollout import NativeEngine
+from rpg.rollout.pages import from_host, to_host
 
 pytestmark = pytest.mark.usefixtures("graphs")
 
@@ -97,6 +101,101 @@ def test_prompts_of_a_group_are_read_once(llama, monkeypatch):
     assert run.decoder.buffers.prompts == 2
 
 
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+NEVER = [999]  # no such token
+
+
+def short_of_pages(model, slots, tokens, page=16, **options):
+    """An engine with small pages, too few for all slots."""
+    run = engine(model, slots, cache_tokens=tokens, **options)
+    run.decoder.page = page
+    run.release()
+    return run
+
+
+@pytest.mark.parametrize("ends", [NEVER, [1, 7]], ids=["all as long", "of all lengths"])
+@pytest.mark.parametrize("tokens", [80, 240, 16 * 84])
+def test_responses_that_wait_for_pages_are_the_same(llama, tokens, ends):
+    """Set back in the middle, some of them several times, and resumed: the same tokens and log-probabilities."""
+    if not engine.graphs:
+        pytest.skip("there are no pages")
+    expected = flat(engine(llama, 16, end_ids=ends).generate(PROMPTS, n=4, max_new_tokens=50, seed=5))
+    run = short_of_pages(llama, 16, tokens, end_ids=ends)
+    found = flat(run.generate(PROMPTS, n=4, max_new_tokens=50, seed=5))
+    assert [(r.tokens, r.finished) for r in found] == [(r.tokens, r.finished) for r in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logp == pytest.approx(other.logp, abs=1e-5)
+    pages = run.decoder.buffers.pages
+    assert (run.timing.set_back > 0) == (ends is NEVER and tokens < 16 * 84)
+    assert sorted(pages.free) == list(range(pages.count))  # each is given back once
+    assert pages.prompt_pages == 0
+    assert pages.count == max(4 + 2 * 4, tokens // 16)  # a response and two prompts of 64 fit
+
+
+def test_kept_sets_of_responses_that_wait(llama):
+    if not engine.graphs:
+        pytest.skip("there are no pages")
+    how = {"n": 4, "max_new_tokens": 40, "seed": 5, "top_p": 0.8, "kept": True}
+    run, other = short_of_pages(llama, 16, 240, end_ids=NEVER), engine(llama, 16, end_ids=NEVER)
+    for one, two in zip(flat(run.generate(PROMPTS, **how)), flat(other.generate(PROMPTS, **how)), strict=True):
+        assert one.kept == two.kept
+    assert run.timing.set_back > 0
+
+
+def test_what_is_set_back_comes_back_bit_for_bit():
+    """Into other pages; those of others stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    layers = []
+    for width, fp8 in ((8, False), (16, True)):
+        layer = Cache.empty(6, torch.zeros(1, 2, 1, width), torch.zeros(1, 2, 1, width), fp8, page=4)
+        page, place = torch.arange(6)[:, None], torch.arange(4)
+        layer.put(page, place, *torch.randn(2, 6, 4, 2, width, generator=generator))
+        layers.append(layer)
+    before = [[part.clone() for part in layer.parts] for layer in layers]
+    first, second, nothing = to_host(layers, [[4, 1], [3], []])
+    from_host(layers, [], nothing)
+    for layer in layers:
+        for part in layer.parts:
+            part[[4, 1, 3]] = 0
+    from_host(layers, [1, 3], first)
+    from_host(layers, [4], second)
+    for layer, was in zip(layers, before, strict=True):
+        for part, old in zip(layer.parts, was, strict=True):
+            assert torch.equal(part[[1, 3, 4, 0, 2, 5]], old[[4, 1, 3, 0, 2, 5]])
+
+
+def test_a_cache_in_8_bits_draws_from_nearly_the_same_policy(llama):
+    if not engine.graphs:
+        with pytest.raises(ValueError, match="a cache in 8 bits needs a GPU"):
+            NativeEngine(llama, tiny.tokenizer(), graphs=False, cache_dtype=torch.float8_e4m3fn)
+        return
+    run = engine(llama, 8, cache_dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"a cache of torch\.float16 is not known"):
+        engine(llama, cache_dtype=torch.float16)
+    worst = 0.0
+    for prompt, group in zip(PROMPTS, run.generate(PROMPTS, n=3, max_new_tokens=14, seed=3), strict=True):
+        for rollout in group:
+            off = (forward_logp(llama, prompt, rollout.tokens) - torch.tensor(rollout.logp)).abs()
+            assert off[0] < 1e-4  # drawn before anything was rounded
+            worst = max(worst, float(off.max()))
+    assert 1e-4 < worst < 0.5
+    assert run.decoder.buffers.layers[0].keys_CGTD.dtype == torch.float8_e4m3fn
+
+
+def test_a_response_set_back_in_8_bits_is_the_same(llama):
+    if not engine.graphs:
+        pytest.skip("there are no pages")
+    how = {"n": 4, "max_new_tokens": 40, "seed": 5}
+    run = short_of_pages(llama, 16, 240, cache_dtype=torch.float8_e4m3fn, end_ids=NEVER)
+    other = engine(llama, 16, cache_dtype=torch.float8_e4m3fn, end_ids=NEVER)
+    assert [r.tokens for r in flat(run.generate(PROMPTS, **how))] == [
+        r.tokens for r in flat(other.generate(PROMPTS, **how))
+    ]
+    assert run.timing.set_back > 0
+
+
 # ---- on a GPU, as far as a CPU can tell ------------------------------------------------------------------------------
 
 
@@ -106,7 +205,7 @@ def test_what_the_kernels_cannot_do_is_decoded_step_by_step(llama, monkeypatch):
     def refuse(*_):
         raise ValueError("query heads must be 1 to 16")
 
-    monkeypatch.setattr("rpg.rollout.graphs.decode_attention", refuse)
+    monkeypatch.setattr("rpg.rollout.slots.decode_attention", refuse)
     told = []
     run = engine(llama, 5, falls_back=True, warn=told.append)
     assert told == ["decoding step by step, which is slow: query heads must be 1 to 16"] * engine.graphs

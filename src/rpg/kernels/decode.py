@@ -1,13 +1,16 @@
-"""Attention of one new token a row over a shared prompt and the row's own response, in place in the caches.
+"""Attention of one new token a row over a shared prompt and the row's own response, in place in pages of a cache.
 
-A program takes one row and one key head, whose query heads share every key it loads; it walks the blocks of the prompt
-and of the response that the row has, and no others. Where that leaves the chip idle, several programs share a row's
-blocks (flash-decoding, https://pytorch.org/blog/flash-decoding) and a second kernel merges what they found.
+Keys and values lie in pages. A table says which pages a prompt has, another which a slot has, so that
+neither need be contiguous, or as long as it may become. A program takes one row and one key head, whose query heads
+share every key it loads; it walks the blocks of the prompt and of the response that the row has, and no others. Where
+that leaves the chip idle, several programs share a row's blocks (flash-decoding,
+https://pytorch.org/blog/flash-decoding) and a second kernel merges what they found.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,16 +19,83 @@ from .triton import has_triton, next_power_of_2
 
 PROGRAMS = 264  # fewer than two for each processor of a large chip: split the rows
 HEADS = 16  # query heads of a key head, filled up to what the matrix units take
+PAGE = 64  # tokens
+FP8 = torch.float8_e4m3fn
+FP8_MOST = 448.0  # the largest number that it has
+LEAST_SCALE = 1e-12
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One layer's keys and values, [C,G,T,D]: C pages of T tokens. In 8 bits with a scale for each token and head."""
+
+    keys_CGTD: Tensor
+    values_CGTD: Tensor
+    key_scale_CGT: Tensor | None = None
+    value_scale_CGT: Tensor | None = None
+
+    @classmethod
+    def empty(cls, pages: int, key: Tensor, value: Tensor, fp8: bool, page: int = PAGE) -> Cache:
+        """For keys and values [.., G, .., D] like these."""
+
+        def room(x: Tensor) -> Tensor:
+            return x.new_empty(pages, x.shape[1], page, x.shape[3], dtype=FP8 if fp8 else x.dtype)
+
+        if not fp8:
+            return cls(room(key), room(value))
+        scales = key.new_empty(2, pages, key.shape[1], page, dtype=torch.float32)
+        return cls(room(key), room(value), scales[0], scales[1])
+
+    @property
+    def page(self) -> int:
+        return self.keys_CGTD.shape[2]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """All tensors, a page the first index; as bytes, which can be indexed in any dtype."""
+        parts = self.keys_CGTD, self.values_CGTD, self.key_scale_CGT, self.value_scale_CGT
+        return [x.view(torch.uint8) if x.dtype == FP8 else x for x in parts if x is not None]
+
+    def put(self, page_N: Tensor, place_N: Tensor, key_NGD: Tensor, value_NGD: Tensor) -> None:
+        """Keys and values of N tokens, at these places of these pages."""
+        if self.key_scale_CGT is None or self.value_scale_CGT is None:
+            self.keys_CGTD[page_N, :, place_N] = key_NGD.to(self.keys_CGTD.dtype)
+            self.values_CGTD[page_N, :, place_N] = value_NGD.to(self.values_CGTD.dtype)
+            return
+        for store, scales, x in (
+            (self.keys_CGTD, self.key_scale_CGT, key_NGD),
+            (self.values_CGTD, self.value_scale_CGT, value_NGD),
+        ):
+            rounded, scale_NG = in_8_bits(x)
+            store.view(torch.uint8)[page_N, :, place_N] = rounded.view(torch.uint8)
+            scales[page_N, :, place_N] = scale_NG.to(scales.dtype)
+
+    def read(self, page_AM: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these pages, end to end, [A,G,M·T,D] in at least float32."""
+        found = []
+        for store, scales in ((self.keys_CGTD, self.key_scale_CGT), (self.values_CGTD, self.value_scale_CGT)):
+            if scales is None:
+                x = store[page_AM].to(torch.promote_types(store.dtype, torch.float32))
+            else:
+                x = store.view(torch.uint8)[page_AM].view(FP8).to(scales.dtype) * scales[page_AM][..., None]
+            found.append(x.transpose(1, 2).flatten(2, 3))
+        return found[0], found[1]
+
+
+def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounded, and the scale of each vector: its largest number becomes the largest that 8 bits have."""
+    x = x.float()
+    scale = (x.abs().amax(-1) / FP8_MOST).clamp(min=LEAST_SCALE)
+    return (x / scale[..., None]).clamp(-FP8_MOST, FP8_MOST).to(FP8), scale
 
 
 def decode_attention(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    prompt_keys_PGMD: Tensor,
-    prompt_values_PGMD: Tensor,
-    keys_SGRD: Tensor,
-    values_SGRD: Tensor,
+    cache: Cache,
+    prompt_page_QM: Tensor,
+    page_SR: Tensor,
     prompt_A: Tensor,
     prompt_length_A: Tensor,
     slot_A: Tensor,
@@ -33,17 +103,17 @@ def decode_attention(
     scaling: float,
     window: int | None = None,
 ) -> Tensor:
-    """softmax(scaling · q·K) V [A,H,D]; the new keys and values are written into their slots at ``length_A``.
+    """softmax(scaling · q·K) V [A,H,D]; the new keys and values are written into the row's page at ``length_A``.
 
     Row a sees ``prompt_length_A`` tokens of prompt ``prompt_A``, ``length_A`` of slot ``slot_A``, and itself; of these
-    the last ``window``. A row with ``length_A < 0`` is dead: zeros, nothing read or written, its indices may be
-    anything. No two live rows share a slot. On CUDA only the kernels look at the values of the indices (int32): graphs.
+    the last ``window``. ``prompt_page_QM`` and ``page_SR`` name the pages of prompts and slots in the order of their
+    tokens. A row with ``length_A < 0`` is dead: zeros, nothing read or written, its indices may be anything. No two
+    live rows share a slot, no two slots a page. On CUDA only kernels look at the values of the indices (int32): graphs.
     """
-    tensors = (query_AHD, key_AGD, value_AGD, prompt_keys_PGMD, prompt_values_PGMD, keys_SGRD, values_SGRD)
-    indices = (prompt_A, prompt_length_A, slot_A, length_A)
+    pages, indices = (prompt_page_QM, page_SR), (prompt_A, prompt_length_A, slot_A, length_A)
     if has_triton(query_AHD):
-        return launch(*tensors, *indices, scaling, window)
-    return reference(*tensors, *indices, scaling, window)
+        return launch(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window)
+    return reference(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window)
 
 
 def splits_for(rows: int, capacity: int, block: int) -> int:
@@ -57,10 +127,9 @@ def launch(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    prompt_keys_PGMD: Tensor,
-    prompt_values_PGMD: Tensor,
-    keys_SGRD: Tensor,
-    values_SGRD: Tensor,
+    cache: Cache,
+    prompt_page_QM: Tensor,
+    page_SR: Tensor,
     prompt_A: Tensor,
     prompt_length_A: Tensor,
     slot_A: Tensor,
@@ -75,43 +144,46 @@ def launch(
     """decode_attention by the kernels, with their settings."""
     from .triton.decode import attend, merge
 
+    keys, values = cache.keys_CGTD, cache.values_CGTD
     A, H, D = query_AHD.shape
-    G, M, R = keys_SGRD.shape[1], prompt_keys_PGMD.shape[2], keys_SGRD.shape[2]
+    G, capacity = keys.shape[1], (prompt_page_QM.shape[1] + page_SR.shape[1]) * cache.page
     if H % G or H // G > HEADS:
         raise ValueError(f"query heads must be 1 to {HEADS} for each key head; got {H} for {G}")
-    caches = (prompt_keys_PGMD, prompt_values_PGMD, keys_SGRD, values_SGRD)
-    for one, other in ((prompt_keys_PGMD, prompt_values_PGMD), (keys_SGRD, values_SGRD)):
-        if one.stride() != other.stride() or one.stride(-1) != 1:
-            raise ValueError("caches of keys and values must have the same strides, and 1 along the width of a head")
-    if len({cache.dtype for cache in caches}) != 1:
-        raise ValueError("caches must be of one dtype")
+    if keys.shape != values.shape:
+        raise ValueError("keys and values must have the same shape")
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("caches of keys and values must be contiguous")
     query_AHD, key_AGD, value_AGD = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query_AHD, key_AGD, value_AGD)
     )
     output_AHD = torch.empty((A, H, D), dtype=query_AHD.dtype, device=query_AHD.device)
     if A == 0:
         return output_AHD
+    scaled = cache.key_scale_CGT is not None
     width = max(16, next_power_of_2(D))
     slim = A * G >= PROGRAMS and width <= 64  # many programs with little to load at once: one warp each (measured)
     if block is None:
-        block = 32 if slim else max(16, min(64, 16384 // (width * keys_SGRD.element_size())))
+        block = 32 if slim else max(16, min(64, 16384 // (width * keys.element_size())))
+        block = min(block, cache.page)
+    if cache.page % block:
+        raise ValueError(f"a page of {cache.page} tokens is no multiple of a block of {block}")
     warps, stages = warps or (1 if slim else 4), stages or (4 if slim else 3)
     if splits is None:
-        splits = splits_for(A * G, M + R, block)
+        splits = splits_for(A * G, capacity, block)
     part_AHND, top_AHN, mass_AHN = output_AHD, output_AHD, output_AHD  # unused with one split
     if splits > 1:
         part_AHND = torch.empty((A, H, splits, D), dtype=torch.float32, device=query_AHD.device)
         top_AHN, mass_AHN = torch.empty((2, A, H, splits), dtype=torch.float32, device=query_AHD.device)
-    precision = "ieee" if keys_SGRD.dtype == torch.float32 else "tf32"
+    precision = "ieee" if query_AHD.dtype == torch.float32 else "tf32"
     attend[(A, G, splits)](
-        query_AHD, key_AGD, value_AGD, *caches, prompt_A, prompt_length_A, slot_A, length_A,
+        query_AHD, key_AGD, value_AGD, keys, values,
+        cache.key_scale_CGT if scaled else keys, cache.value_scale_CGT if scaled else values,
+        prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A,
         output_AHD, part_AHND, top_AHN, mass_AHN, scaling * math.log2(math.e), window or 0,
         query_AHD.stride(0), query_AHD.stride(1), key_AGD.stride(0), key_AGD.stride(1),
-        value_AGD.stride(0), value_AGD.stride(1),
-        prompt_keys_PGMD.stride(0), prompt_keys_PGMD.stride(1), prompt_keys_PGMD.stride(2),
-        keys_SGRD.stride(0), keys_SGRD.stride(1), keys_SGRD.stride(2),
-        H, splits, H // G, HEADS, D, width, block, splits > 1, window is not None, precision,
-        num_warps=warps, num_stages=stages,
+        value_AGD.stride(0), value_AGD.stride(1), prompt_page_QM.stride(0), page_SR.stride(0),
+        H, splits, G, H // G, HEADS, D, width, cache.page, block, splits > 1, window is not None, scaled,
+        FP8_MOST, LEAST_SCALE, precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         merge[(A, H)](
@@ -125,10 +197,9 @@ def reference(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    prompt_keys_PGMD: Tensor,
-    prompt_values_PGMD: Tensor,
-    keys_SGRD: Tensor,
-    values_SGRD: Tensor,
+    cache: Cache,
+    prompt_page_QM: Tensor,
+    page_SR: Tensor,
     prompt_A: Tensor,
     prompt_length_A: Tensor,
     slot_A: Tensor,
@@ -137,17 +208,16 @@ def reference(
     window: int | None = None,
 ) -> Tensor:
     """The same in torch, in float32 (in float64 for tensors of it)."""
-    A, H, D = query_AHD.shape
-    (P, G, M, _), (S, _, R, _) = prompt_keys_PGMD.shape, keys_SGRD.shape
-    live_A = length_A >= 0
-    prompt_A, slot_A = prompt_A.long().clamp(0, P - 1), slot_A.long().clamp(0, S - 1)
+    (A, H, D), (C, G) = query_AHD.shape, cache.keys_CGTD.shape[:2]
+    live_A, device = length_A >= 0, query_AHD.device
+    prompt_A, slot_A = (x.long().clamp(0, len(y) - 1) for x, y in ((prompt_A, prompt_page_QM), (slot_A, page_SR)))
     live = live_A.nonzero().squeeze(-1)
-    keys_SGRD[slot_A[live], :, length_A[live].long()] = key_AGD[live].to(keys_SGRD.dtype)
-    values_SGRD[slot_A[live], :, length_A[live].long()] = value_AGD[live].to(values_SGRD.dtype)
+    at = length_A[live].long()
+    cache.put(page_SR[slot_A[live], at // cache.page].long(), at % cache.page, key_AGD[live], value_AGD[live])
 
-    # by position in the caches: a prompt's tokens, then the row's, the new one last
-    at_prompt_AM = torch.arange(M, device=query_AHD.device).expand(A, M)
-    at_own_AR = torch.arange(R, device=query_AHD.device).expand(A, R)
+    # by position in the pages: a prompt's tokens, then the row's, the new one last
+    at_prompt_AM = torch.arange(prompt_page_QM.shape[1] * cache.page, device=device).expand(A, -1)
+    at_own_AR = torch.arange(page_SR.shape[1] * cache.page, device=device).expand(A, -1)
     seen_prompt_AM = (at_prompt_AM < prompt_length_A[:, None]) & live_A[:, None]
     seen_own_AR = at_own_AR <= length_A[:, None]
     if window is not None:
@@ -156,10 +226,10 @@ def reference(
         seen_own_AR = seen_own_AR & (at_own_AR + prompt_length_A[:, None] >= first_A1)
     seen_AL = torch.cat([seen_prompt_AM, seen_own_AR], 1)
 
+    pages_AM = torch.cat([prompt_page_QM[prompt_A], page_SR[slot_A]], 1).long().clamp(0, C - 1)
     kind = torch.promote_types(query_AHD.dtype, torch.float32)
     hidden_A1L1 = ~seen_AL[:, None, :, None]  # what lies there may be anything, NaN too
-    keys_AGLD = torch.cat([prompt_keys_PGMD[prompt_A], keys_SGRD[slot_A]], 2).to(kind).masked_fill(hidden_A1L1, 0)
-    values_AGLD = torch.cat([prompt_values_PGMD[prompt_A], values_SGRD[slot_A]], 2).to(kind).masked_fill(hidden_A1L1, 0)
+    keys_AGLD, values_AGLD = (x.to(kind).masked_fill(hidden_A1L1, 0) for x in cache.read(pages_AM))
     query_AGRD = query_AHD.reshape(A, G, H // G, D).to(kind)
     logits_AGRL = (query_AGRD @ keys_AGLD.mT * scaling).masked_fill(~seen_AL[:, None, None], -torch.inf)
     weights_AGRL = logits_AGRL.softmax(-1).masked_fill(~live_A[:, None, None, None], 0)

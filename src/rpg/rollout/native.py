@@ -13,21 +13,26 @@ from typing import Any
 import torch
 
 from ..console import first_line
+from ..kernels.decode import FP8
 from ..kernels.fused import fuse
 from ..kernels.merged import merge
 from ..models.architecture import head_is_linear
 from ..models.loading import end_ids_of
 from .eager import EagerBatch
 from .engine import Rollout, Sampling, nothing_to_sample
-from .graphs import END_ROOM, GraphBatch, GraphDecoder, Timing
+from .graph_batch import GraphBatch
+from .graphs import GraphDecoder, Timing
 from .self_check import check_engine
+from .slots import END_ROOM
 
 
 class NativeEngine:
     """``slots`` sequences are decoded at the same time. ``warn`` is told when memory allows fewer.
 
     On a GPU decoding steps are replayed CUDA graphs (graphs.py), elsewhere plain ones (eager.py); ``graphs`` overrides.
-    ``end_ids`` end a response (Policy.end_ids); None: the tokenizer's and the generation config's.
+    ``end_ids`` end a response (Policy.end_ids); None: the tokenizer's and the generation config's. On a GPU keys and
+    values lie in pages, for ``cache_tokens`` tokens in all: rows take them as they grow, and the youngest wait when
+    there are none left. ``cache_dtype`` torch.float8_e4m3fn: in 8 bits, with a scale for each token and head.
     """
 
     def __init__(
@@ -38,6 +43,9 @@ class NativeEngine:
         warn: Callable[[str], None] = lambda text: None,
         graphs: bool | None = None,
         end_ids: Sequence[int] | None = None,
+        *,
+        cache_tokens: int | None = None,
+        cache_dtype: torch.dtype | None = None,
     ):
         self.model, self.slots, self.warn = model, slots, warn
         self.end_ids = sorted(set(end_ids_of(tokenizer, model.generation_config) if end_ids is None else end_ids))
@@ -48,11 +56,16 @@ class NativeEngine:
         if (on_gpu if graphs is None else graphs) and len(self.end_ids) <= END_ROOM:
             fuse(model)
             merge(model)
-            self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn)
+            fp8 = cache_dtype == FP8
+            self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, cache_tokens, fp8)
+        if cache_dtype not in (None, FP8):
+            raise ValueError(f"a cache of {cache_dtype} is not known: None or {FP8}")
+        if cache_dtype is not None and self.decoder is None:
+            raise ValueError("a cache in 8 bits needs a GPU: rollout.cache_dtype auto")
         try:
             self._try_out()
         except ValueError as error:
-            if self.decoder is None:
+            if self.decoder is None or self.decoder.fp8:
                 raise
             self.decoder = None  # what its kernels do not know (more heads to a key, wider values) plain steps may
             self._try_out()
@@ -84,7 +97,8 @@ class NativeEngine:
         try:
             if getattr(self.model.config.get_text_config(), "attention_chunk_size", None) is not None:
                 raise NotImplementedError("attention in chunks")
-            check_engine(self.model, lambda prompts: self._generate(prompts, 2, Sampling(3), 0, 3, []))
+            exact = self.decoder is None or not self.decoder.fp8
+            check_engine(self.model, lambda prompts: self._generate(prompts, 2, Sampling(3), 0, 3, []), exact=exact)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -119,6 +133,8 @@ class NativeEngine:
             # outside of the except clause: the error's traceback holds the tensors that have to go
             self.release()
             self.slots = min(self.slots, n * len(prompt_ids)) // 2 or 1
+            if self.decoder is not None and self.decoder.cache_tokens is not None:
+                self.decoder.cache_tokens //= 2
             self.warn(f"out of memory: sampling with {self.slots} slots from here on")
 
     @torch.inference_mode()

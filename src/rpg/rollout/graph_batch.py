@@ -1,0 +1,263 @@
+"""A call of generate on a GPU: who is decoded when, in which slot, on which pages, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ..kernels.merged import merging
+from ..kernels.sample import fused_sample
+from ..kernels.sample_torch import uniform_table
+from ..kernels.step import DEAD, LENGTH, end_step
+from .attention import attending
+from .engine import Rollout, Sampling, read_rollouts
+from .graphs import GraphDecoder, Timing
+from .kept import KeptPool, KeptStore
+from .pages import SetBack, from_host, to_host
+
+LOOK_EVERY = 8  # steps between two looks at who is done
+READ_TOKENS = 32768  # prompt tokens in one pass
+FIRST_ROWS = 128  # first tokens drawn at once
+
+
+class GraphBatch:
+    """One call of generate: ``run`` it, then take the ``rollouts``. Request r is sample r % n of prompt r // n."""
+
+    def __init__(
+        self,
+        decoder: GraphDecoder,
+        end_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+    ):
+        self.decoder, self.prompts, self.n, self.sampling = decoder, prompts, n, sampling
+        device, total = decoder.model.device, len(prompts) * n
+        slots = min(decoder.slots, buckets(total))
+        rows = min(len(prompts), 2 * -(-slots // n) + 8, slots)
+        longest = max(decoder.longest_prompt, *map(len, prompts))
+        self.buffers = decoder.prepare(slots, rows, longest, sampling.max_new_tokens)
+        b = self.buffers
+        b.state_5S.fill_(DEAD)
+        b.pages.reset()
+        b.limit_1.fill_(sampling.max_new_tokens)
+        b.ends_E.fill_(-1)
+        b.ends_E[: len(end_ids)] = torch.tensor(end_ids, dtype=torch.long)
+        self.uniform = uniform_table(seed, prompts, n, sampling.max_new_tokens).to(device)
+        self.tokens = torch.zeros(total, sampling.max_new_tokens, dtype=torch.int32, device=device)
+        self.logp = torch.zeros(total, sampling.max_new_tokens, device=device)
+        self.length = torch.zeros(total, dtype=torch.int32, device=device)
+        self.ended = torch.zeros(total, dtype=torch.int32, device=device)
+        self.kept: KeptStore | None = None
+        if sampling.gives_kept:
+            self.kept = KeptStore(total, sampling.max_new_tokens, device)
+            b.kept = b.kept or KeptPool(b.slots, b.room, device)
+            b.kept.reset()
+        self.live: list[int] = []  # the request of each live row
+        self.age: list[int] = []  # steps each of them has taken
+        self.slot = [-1] * total  # of each request
+        self.free = list(range(b.slots))[::-1]
+        self.waiting: list[SetBack] = []  # for pages
+        self.prompt_row: dict[int, int] = {}  # of each prompt that is in the cache
+        self.free_prompts = list(range(b.prompts))[::-1]
+        self.left = [n] * len(prompts)  # samples of each prompt that are not done
+        self.pending: Tensor | None = None  # logits after a prompt some of whose samples are still to be begun
+        self.next = self.done = self.set_back = 0
+
+    def run(self, progress: Callable[[int], None] | None = None) -> None:
+        prefill, decode, steps = 0.0, 0.0, 0
+        with attending(self.decoder.model, self.buffers), merging():
+            while self.done < len(self.slot):
+                begin = perf_counter()
+                if self._admit():
+                    self._look()  # some end with their first token
+                    prefill += perf_counter() - begin
+                    begin = perf_counter()
+                if self.live:
+                    count = min(LOOK_EVERY, self.sampling.max_new_tokens - 1 - min(self.age))
+                    self._take_pages(count)
+                    rows = min(buckets(len(self.live)), self.buffers.slots)
+                    for _ in range(count):
+                        self.decoder.step(rows, self.sampling)
+                    self.age = [age + count for age in self.age]
+                    steps += count
+                    self._look()
+                    decode += perf_counter() - begin
+                if progress is not None:
+                    progress(self.done)
+        if self.buffers.kept is not None and self.kept is not None:
+            self.buffers.kept.spill(self.kept, last=True)
+        self.decoder.timing = Timing(prefill, decode, steps, self.set_back)
+
+    # ---- who comes ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> bool:
+        """Begin requests, when enough slots are free to be worth a pass over their prompts. Those set back go first."""
+        if self.waiting:
+            return self._resume()
+        if self.next == len(self.slot) or (self.live and len(self.free) < max(1, self.buffers.slots // 8)):
+            return False
+        requests: list[int] = []
+        fresh: list[int] = []
+        pages, longest = self.buffers.pages, self.sampling.max_new_tokens
+        spare = len(pages.free) - len(self.live)  # when every live row has taken one more
+        held = pages.prompt_pages + pages.needed(longest)  # when all but one row are set back
+        while len(requests) < len(self.free) and self.next < len(self.slot):
+            prompt = self.next // self.n
+            size = 0 if prompt in self.prompt_row else pages.needed(len(self.prompts[prompt]))
+            if spare < size + 1 and (requests or self.live):
+                break
+            if size:
+                if not self.free_prompts or held + size > pages.count:
+                    break
+                self.prompt_row[prompt] = self.free_prompts.pop()
+                fresh.append(prompt)
+            spare, held = spare - size - 1, held + size
+            requests.append(self.next)
+            self.next += 1
+        rows = [self.prompt_row[i] for i in fresh]
+        pages.extend(pages.prompts, rows, [len(self.prompts[i]) for i in fresh])
+        waiting = [r for r in requests if not fresh or r // self.n < fresh[0]]
+        if waiting:
+            assert self.pending is not None
+            self._begin(waiting, self.pending.expand(len(waiting), -1))
+        for chunk in self._chunks(fresh):
+            logits = self.decoder.read([self.prompts[i] for i in chunk], [self.prompt_row[i] for i in chunk])
+            begun = [r for r in requests if chunk[0] <= r // self.n <= chunk[-1]]
+            for i in range(0, len(begun), FIRST_ROWS):
+                some = begun[i : i + FIRST_ROWS]
+                which = torch.tensor([r // self.n - chunk[0] for r in some], device=logits.device)
+                self._begin(some, logits[which])
+            self.pending = logits[-1:].clone()
+        return bool(requests)
+
+    def _chunks(self, prompts: Sequence[int]) -> Iterator[list[int]]:
+        chunk: list[int] = []
+        tokens = 0
+        for i in prompts:
+            if chunk and tokens + len(self.prompts[i]) > READ_TOKENS:
+                yield chunk
+                chunk, tokens = [], 0
+            chunk.append(i)
+            tokens += len(self.prompts[i])
+        if chunk:
+            yield chunk
+
+    def _begin(self, requests: Sequence[int], logits: Tensor) -> None:
+        """A slot and a first token for each."""
+        b, sampling = self.buffers, self.sampling
+        slots = [self.free.pop() for _ in requests]
+        columns = [
+            [self.prompt_row[r // self.n], len(self.prompts[r // self.n]), slot, -1, 0]
+            for r, slot in zip(requests, slots, strict=True)
+        ]
+        begin, end = len(self.live), len(self.live) + len(requests)
+        rows = b.state_5S[:, begin:end]
+        rows.copy_(torch.tensor(columns, dtype=torch.int32).T)
+        request_M, slot_M = self._index(requests), self._index(slots)
+        numbers = self.uniform[request_M]
+        b.uniform_SR[slot_M, : numbers.shape[1]] = numbers
+        kept = b.pool(rows, sampling)
+        token, logp = fused_sample(logits, numbers[:, 0].contiguous(), *sampling.how, kept)
+        end_step(token, logp, rows, b.tokens_SR, b.logp_SR, b.count_S, b.ended_S, b.limit_1, b.ends_E)
+        for r, slot in zip(requests, slots, strict=True):
+            self.slot[r] = slot
+        self.live += requests
+        self.age += [0] * len(requests)
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.tokens.device)
+
+    # ---- who has pages -----------------------------------------------------------------------------------------------
+
+    def _take_pages(self, count: int) -> None:
+        """For so many more tokens of every live row. Where there are too few, the youngest rows are set back."""
+        pages = self.buffers.pages
+        missing = [pages.missing(self.slot[r], age + count) for r, age in zip(self.live, self.age, strict=True)]
+        short = sum(missing) - len(pages.free)
+        if short > 0:
+            going = set()
+            for row in sorted(range(len(self.live)), key=lambda row: (self.age[row], -row))[:-1]:
+                if short <= 0:
+                    break
+                short -= missing[row] + len(pages.slots.pages[self.slot[self.live[row]]])
+                going.add(row)
+            self._set_back(sorted(going))
+        pages.extend(pages.slots, [self.slot[r] for r in self.live], [age + count for age in self.age])
+
+    def _set_back(self, rows: Sequence[int]) -> None:
+        b, requests = self.buffers, [self.live[row] for row in rows]
+        held = [
+            b.pages.slots.pages[self.slot[r]][: b.pages.needed(self.age[row])]
+            for r, row in zip(requests, rows, strict=True)
+        ]
+        columns, copies = b.state_5S[:, self._index(rows)].cpu(), to_host(b.layers, held)
+        for i, (r, row) in enumerate(zip(requests, rows, strict=True)):
+            self.waiting.append(SetBack(r, self.age[row], columns[:, i], copies[i]))
+            b.pages.drop(b.pages.slots, self.slot[r])
+        self.set_back += len(rows)
+        self._keep([row for row in range(len(self.live)) if row not in rows])
+
+    def _resume(self) -> bool:
+        """Those that wait, the first of them first, while every live row may still take one more page."""
+        b, pages, before = self.buffers, self.buffers.pages, len(self.live)
+        while self.waiting:
+            back, live = self.waiting[0], len(self.live)
+            if live and len(pages.free) < pages.needed(back.age) + live + 1:
+                break
+            slot = self.slot[back.request]
+            pages.extend(pages.slots, [slot], [back.age])
+            from_host(b.layers, pages.slots.pages[slot], back.parts)
+            b.state_5S[:, live] = back.state_5.to(b.state_5S.device)
+            self.live.append(back.request)
+            self.age.append(back.age)
+            self.waiting.pop(0)
+        return len(self.live) > before
+
+    # ---- who goes ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Take the results of rows that are done, free what they held, and close the gaps."""
+        b = self.buffers
+        if b.kept is not None and self.kept is not None:
+            b.kept.spill(self.kept)
+        alive = [length > DEAD for length in b.state_5S[LENGTH, : len(self.live)].tolist()]
+        if all(alive):
+            return
+        done = [r for r, lives in zip(self.live, alive, strict=True) if not lives]
+        request_M, slot_M = self._index(done), self._index([self.slot[r] for r in done])
+        width = self.tokens.shape[1]
+        self.tokens[request_M], self.logp[request_M] = b.tokens_SR[slot_M, :width], b.logp_SR[slot_M, :width]
+        self.length[request_M], self.ended[request_M] = b.count_S[slot_M], b.ended_S[slot_M]
+        if b.kept is not None and self.kept is not None:
+            self.kept.start_RT[request_M] = b.kept.pool.start_SR[slot_M, :width]
+            self.kept.size_RT[request_M] = b.kept.pool.size_SR[slot_M, :width]
+        for r in done:
+            self.free.append(self.slot[r])
+            b.pages.drop(b.pages.slots, self.slot[r])
+            self.left[r // self.n] -= 1
+            if not self.left[r // self.n]:
+                row = self.prompt_row.pop(r // self.n)
+                b.pages.drop(b.pages.prompts, row)
+                self.free_prompts.append(row)
+        self.done += len(done)
+        self._keep([row for row, lives in enumerate(alive) if lives])
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        """These live rows go on, close together."""
+        b = self.buffers
+        b.state_5S[:, : len(rows)] = b.state_5S[:, self._index(rows)]
+        b.state_5S[LENGTH, len(rows) : len(self.live)] = DEAD
+        self.live, self.age = [self.live[row] for row in rows], [self.age[row] for row in rows]
+
+    def rollouts(self) -> list[list[Rollout]]:
+        return read_rollouts(self.tokens, self.logp, self.length, self.ended, self.n, self.kept)
+
+
+def buckets(rows: int) -> int:
+    """The number of rows to decode for so many live ones: 8, 16, 32, 64, then multiples of 64."""
+    return next((size for size in (8, 16, 32) if rows <= size), -(-rows // 64) * 64)

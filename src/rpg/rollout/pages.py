@@ -1,0 +1,106 @@
+"""Which pages of the cache are whose: of a prompt, or of the slot of a response. Rows take pages as they grow.
+
+A row that has to wait for pages is set back: what it holds goes to the host, and comes back, bit for bit, when others
+have ended. So it goes on with the same numbers, and gives the same tokens and log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.decode import Cache
+
+
+class Table:
+    """The pages of each of some rows, in the order of their tokens: on the host, and where the kernels read it."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device):
+        self.pages: list[list[int]] = [[] for _ in range(rows)]
+        self.page_RM = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+
+
+class Pages:
+    """The books of a cache of ``count`` pages, each for ``page`` tokens."""
+
+    def __init__(self, count: int, page: int, sizes: tuple[int, int, int, int], device: torch.device):
+        slots, prompts, prompt_room, room = sizes
+        self.count, self.page = count, page
+        self.prompts = Table(prompts, self.needed(prompt_room), device)
+        self.slots = Table(slots, self.needed(room), device)
+        self.reset()
+
+    def reset(self) -> None:
+        """All are free."""
+        self.free = list(range(self.count))[::-1]
+        self.prompt_pages = 0  # that prompts hold
+        for table in (self.prompts, self.slots):
+            for held in table.pages:
+                held.clear()
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.page)
+
+    def missing(self, slot: int, tokens: int) -> int:
+        """Pages that the response in this slot lacks for so many tokens."""
+        return max(0, self.needed(tokens) - len(self.slots.pages[slot]))
+
+    def extend(self, table: Table, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Give each row pages for so many tokens, where it has not enough; there must be enough."""
+        added = []
+        for row, count in zip(rows, tokens, strict=True):
+            held = table.pages[row]
+            for column in range(len(held), self.needed(count)):
+                held.append(self.free.pop())
+                added.append((row, column, held[-1]))
+        if added:
+            row_N, column_N, page_N = torch.tensor(added).T.to(table.page_RM.device)
+            table.page_RM[row_N, column_N] = page_N.int()
+        if table is self.prompts:
+            self.prompt_pages += len(added)
+
+    def drop(self, table: Table, row: int) -> list[int]:
+        """Its pages are free again; which they were."""
+        held, table.pages[row] = table.pages[row], []
+        self.free += held
+        if table is self.prompts:
+            self.prompt_pages -= len(held)
+        return held
+
+
+@dataclass(frozen=True)
+class SetBack:
+    """A response that waits for pages."""
+
+    request: int
+    age: int  # tokens of it that are in the cache
+    state_5: Tensor  # its column of the state
+    parts: list[Tensor]  # its pages of every part of every layer, on the host
+
+
+def to_host(layers: Sequence[Cache], pages: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """Copies of these pages, for each of several rows."""
+    sizes = [len(held) for held in pages]
+    parts = [part for layer in layers for part in layer.parts]
+    page_N = torch.tensor([page for held in pages for page in held], dtype=torch.long, device=parts[0].device)
+    rows: list[list[Tensor]] = [[] for _ in pages]
+    for part in parts:
+        found = part[page_N]
+        copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+        copy.copy_(found, non_blocking=True)
+        for row, piece in zip(rows, torch.split(copy, sizes), strict=True):
+            row.append(piece)
+    if parts[0].is_cuda:
+        torch.cuda.synchronize()
+    return rows
+
+
+def from_host(layers: Sequence[Cache], held: Sequence[int], copies: Sequence[Tensor]) -> None:
+    """What was copied, into these pages."""
+    parts = [part for layer in layers for part in layer.parts]
+    page_N = torch.tensor(held, dtype=torch.long, device=parts[0].device)
+    for part, copy in zip(parts, copies, strict=True):
+        part[page_N] = copy.to(part.device, non_blocking=True)
