@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..costs.operations import Ceilings, Operations
+from ..kernels.decode import FP8
 from ..kernels.sample_torch import truncate
 from ..rollout import NativeEngine
 from .synthetic import Sizes, make_model, make_tokenizer, random_prompts, vocabulary
@@ -46,14 +47,16 @@ def rollout_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
     section = Section("rollout", "Rollout: tokens sampled", COLUMNS, about)
     record = recorder(section, sizes, watch)
     rpg, generate = f"rpg {sizes.model}", f"transformers generate {sizes.model}"
+    rpg_fp8 = f"rpg {sizes.model}, cache in 8 bits"
     vllm, vllm_logp = f"vLLM {sizes.model}", f"vLLM with log-probabilities {sizes.model}"
     small = f"rpg {sizes.small}, {sizes.slots} rows"
 
-    def native(name: str, prompts: int) -> Numbers:
+    def native(name: str, prompts: int, cache_dtype: torch.dtype | None = None) -> Numbers:
         model = make_model(name, sizes)
         ids = random_prompts(prompts, sizes.prompt_tokens, vocabulary(model))
         operations = Operations.of(model, sizes.element)  # before the engine changes the layout of weights
-        return with_floor(run_native(model, sizes, ids, sizes.new_tokens, prompts), operations, prompts)
+        numbers = run_native(model, sizes, ids, sizes.new_tokens, prompts, cache_dtype)
+        return with_floor(numbers, operations, prompts) if cache_dtype is None else numbers  # it reads less
 
     def plain() -> Numbers:
         numbers = apart(plain_generate, sizes, limit=LIMIT)
@@ -69,6 +72,8 @@ def rollout_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
         return numbers | {"floor ms": floor, "× floor": numbers["ms a step"] / floor}
 
     record(rpg, partial(native, sizes.model, sizes.prompts))
+    if sizes.device != "cpu":
+        record(rpg_fp8, partial(native, sizes.model, sizes.prompts, FP8))
     record(vllm, partial(by_vllm, False))
     record(vllm_logp, partial(by_vllm, True))
     record(generate, plain)
@@ -96,9 +101,16 @@ def set_targets(section: Section, rpg: str, vllm: str, small: str) -> None:
     section.require(small, Target(f"≥ {SMALL_TOKENS:,.0f} tok/s", small_speed, least=SMALL_TOKENS))
 
 
-def run_native(model: Any, sizes: Sizes, prompts: Sequence[Sequence[int]], new: int, slots: int) -> Numbers:
+def run_native(
+    model: Any,
+    sizes: Sizes,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    slots: int,
+    cache_dtype: torch.dtype | None = None,
+) -> Numbers:
     """One response to each prompt. Where the engine has no watch, a step is the whole by the number of tokens."""
-    engine = NativeEngine(model, make_tokenizer(vocabulary(model)), slots)
+    engine = NativeEngine(model, make_tokenizer(vocabulary(model)), slots, cache_dtype=cache_dtype)
     seen: list[tuple[float, float]] = []  # seconds of one decoding step, and of the prompts
     seed = iter(range(1, 1000))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ def launch(
     stages: int | None = None,
 ) -> Tensor:
     """decode_attention by the kernels, with their settings."""
-    from .triton.decode import attend, merge
+    from .triton.decode import attend, attend_8_bits, merge
 
     keys, values = cache.keys_CGTD, cache.values_CGTD
     A, H, D = query_AHD.shape
@@ -160,7 +161,9 @@ def launch(
     if A == 0:
         return output_AHD
     scaled = cache.key_scale_CGT is not None
-    width = max(16, next_power_of_2(D))
+    if scaled and D % 2:
+        raise ValueError(f"a head of {D} numbers cannot be read in pairs")
+    width = max(32 if scaled else 16, next_power_of_2(D))
     slim = A * G >= PROGRAMS and width <= 64  # many programs with little to load at once: one warp each (measured)
     if block is None:
         block = 32 if slim else max(16, min(64, 16384 // (width * keys.element_size())))
@@ -174,17 +177,27 @@ def launch(
     if splits > 1:
         part_AHND = torch.empty((A, H, splits, D), dtype=torch.float32, device=query_AHD.device)
         top_AHN, mass_AHN = torch.empty((2, A, H, splits), dtype=torch.float32, device=query_AHD.device)
-    precision = "ieee" if query_AHD.dtype == torch.float32 else "tf32"
-    attend[(A, G, splits)](
-        query_AHD, key_AGD, value_AGD, keys, values,
-        cache.key_scale_CGT if scaled else keys, cache.value_scale_CGT if scaled else values,
-        prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A,
+    rows = prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A
+    rest = (
         output_AHD, part_AHND, top_AHN, mass_AHN, scaling * math.log2(math.e), window or 0,
         query_AHD.stride(0), query_AHD.stride(1), key_AGD.stride(0), key_AGD.stride(1),
-        value_AGD.stride(0), value_AGD.stride(1), prompt_page_QM.stride(0), page_SR.stride(0),
-        H, splits, G, H // G, HEADS, D, width, cache.page, block, splits > 1, window is not None, scaled,
-        FP8_MOST, LEAST_SCALE, precision, num_warps=warps, num_stages=stages,
+        value_AGD.stride(0), value_AGD.stride(1), prompt_page_QM.stride(0), page_SR.stride(0), H, splits,
     )  # fmt: skip
+    how = splits > 1, window is not None
+    tuned: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    if scaled:
+        pairs = (x.view(torch.uint8).view(torch.int16) for x in (keys, values))
+        attend_8_bits[(A, G, splits)](
+            query_AHD, key_AGD, value_AGD, keys, values, *pairs, cache.key_scale_CGT, cache.value_scale_CGT,
+            *rows, *rest,
+            G, H // G, HEADS, D, width // 2, cache.page, block, *how, FP8_MOST, LEAST_SCALE, **tuned,
+        )  # fmt: skip
+    else:
+        precision = "ieee" if keys.dtype == torch.float32 else "tf32"
+        attend[(A, G, splits)](
+            query_AHD, key_AGD, value_AGD, keys, values, *rows, *rest,
+            G, H // G, HEADS, D, width, cache.page, block, *how, precision, **tuned,
+        )  # fmt: skip
     if splits > 1:
         merge[(A, H)](
             part_AHND, top_AHN, mass_AHN, length_A, output_AHD,
