@@ -185,6 +185,6 @@ def test_the_tables_of_the_guide(monkeypatch):
             seconds = found.middle.seconds
             cases = (found.low, found.middle, found.high)
             runs = [estimated_duration(case.run).removesuffix(" days") for case in cases]
-            row = [f"✓ {found.memory.total / 1e9:.0f} GB", f"{found.slots}", estimated_duration(seconds.rollout)]
+            row = [f"✓ {found.memory.peak / 1e9:.0f} GB", f"{found.layout.slots}", estimated_duration(seconds.rollout)]
             row += [estimated_duration(seconds.train + seconds.logp), f"{' – '.join(runs)} days"]
             assert f"| `{folder}/{method}` | {' | '.join(row)} |" in guide

@@ -224,7 +224,7 @@ def _runs_in(folder: Path) -> str:
 def checkpoint_folder(run: Path, which: str | int = "best", warn: Callable[[str], None] = warnings.warn) -> Path:
     """A run's checkpoint: best, last, or that of a step. One that is damaged is refused."""
     from .run import checkpoint
-    from .training.summary import best_of
+    from .training.progress import best_of
 
     saved = checkpoint.folders(run / "checkpoints")
     if not saved:

@@ -1,18 +1,18 @@
 """The estimate against numbers counted by hand, and what is made of too little memory."""
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 import tiny
-from rpg.costs.memory import Memory, choose, estimate, slots_for
+from rpg.costs.memory import Layout, choose, estimate
 from rpg.distributed.context import RunContext
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
 from rpg.training.batch import make_batch, micro_batches
-from rpg.training.oom_retry import OomRetry, make_oom_retry, pick_slots
+from rpg.training.oom_retry import OomRetry, make_oom_retry
 
 GIB = 2**30
 
@@ -34,12 +34,13 @@ def half_billion():
 
 
 CONFIG = Config(rollout=RolloutConfig(slots=256, max_prompt_tokens=512, max_new_tokens=1024))
+FULL = Layout(256)
 
 
 def test_the_parts_counted_by_hand(half_billion):
     n = 494_032_768
     assert sum(p.numel() for p in half_billion.parameters()) == n
-    found = estimate(half_billion, CONFIG, 8192, recompute=False, reference=True, logits=False)
+    found = estimate(half_billion, CONFIG, FULL, 8192, recompute=False, reference=True, logits=False)
     assert found.weights == found.reference == 2 * n
     assert found.masters == 4 * n
     assert found.moments == 8 * n
@@ -47,9 +48,12 @@ def test_the_parts_counted_by_hand(half_billion):
     assert found.cache == 256 * 1536 * 24 * 2 * 2 * 64 * 2
     layer = 2 * 896 * (4 + 2 + 2) + (896 + 128 + 128 + 896) * 2 + 4 * 4864 * 2
     assert found.activations == 8192 * (26 * layer + 896 * 8)
-    assert found.total == sum(astuple(found))
+    assert found.reading == 32768 * layer
+    whole = found.weights + found.masters + found.moments + found.reference
+    assert found.sampling == whole + found.cache + found.reading
+    assert found.training == found.peak == whole + found.gradients + found.cache + found.activations
     with torch.device("meta"):
-        full = estimate(half_billion.to(torch.float32), CONFIG, 8192, False, reference=False, logits=False)
+        full = estimate(half_billion.to(torch.float32), CONFIG, FULL, 8192, False, reference=False, logits=False)
     half_billion.to(torch.bfloat16)
     assert (full.masters, full.moments, full.gradients, full.reference) == (0, 8 * n, 4 * n, 0)
 
@@ -57,7 +61,7 @@ def test_the_parts_counted_by_hand(half_billion):
 def test_recomputation_keeps_the_inputs_of_layers(half_billion):
     def activations(**how):
         how = {"micro_tokens": 8192, "recompute": False, "reference": False, "logits": False} | how
-        return estimate(half_billion, CONFIG, **how).activations
+        return estimate(half_billion, CONFIG, FULL, **how).activations
 
     assert activations(recompute=True) < activations() / 6
     assert activations(micro_tokens=16384) == 2 * activations()
@@ -67,13 +71,13 @@ def test_recomputation_keeps_the_inputs_of_layers(half_billion):
 
 def test_a_moving_average_of_half_precision_is_held_in_float32_too(half_billion):
     config = replace(CONFIG, reference=ReferenceConfig(update="ema"))
-    assert estimate(half_billion, config, 8192, False, True, False).reference == 6 * 494_032_768
-    assert estimate(half_billion, config, 8192, False, False, False).reference == 0
+    assert estimate(half_billion, config, FULL, 8192, False, True, False).reference == 6 * 494_032_768
+    assert estimate(half_billion, config, FULL, 8192, False, False, False).reference == 0
 
 
 @pytest.mark.parametrize("name", sorted(tiny.ARCHITECTURES))
 def test_every_architecture_has_an_estimate(name):
-    found = estimate(tiny.make(name), CONFIG, 1024, recompute=False, reference=False, logits=False)
+    found = estimate(tiny.make(name), CONFIG, FULL, 1024, recompute=False, reference=False, logits=False)
     assert all(value > 0 for value in (found.weights, found.moments, found.gradients, found.cache, found.activations))
 
 
@@ -84,7 +88,7 @@ def test_experts_count_as_often_as_they_are_used():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     dense = tiny.make("qwen3")  # of 48 = 2 × 24
-    one, other = (estimate(m, CONFIG, 1024, False, False, False).activations for m in (model, dense))
+    one, other = (estimate(m, CONFIG, FULL, 1024, False, False, False).activations for m in (model, dense))
     assert one == other
 
 
@@ -95,14 +99,14 @@ def test_an_adapter_is_all_that_is_trained_and_copied():
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     assert 0 < trained < frozen
-    found = estimate(model, CONFIG, 1024, False, True, False)
+    found = estimate(model, CONFIG, FULL, 1024, False, True, False)
     assert found.weights == 2 * (frozen + trained)
     assert (found.masters, found.moments, found.gradients) == (4 * trained, 8 * trained, 6 * trained)
     for update, held in {"auto": 0, "frozen": 0, "every": 2 * trained, "kl": 2 * trained, "ema": 6 * trained}.items():
         config = replace(CONFIG, reference=ReferenceConfig(update=update))
-        assert estimate(model, config, 1024, False, True, False).reference == held
-        assert estimate(model, config, 1024, False, False, False).reference == 0
-    whole = estimate(tiny.make("qwen2-grouped", dtype=torch.bfloat16), CONFIG, 1024, False, True, False)
+        assert estimate(model, config, FULL, 1024, False, True, False).reference == held
+        assert estimate(model, config, FULL, 1024, False, False, False).reference == 0
+    whole = estimate(tiny.make("qwen2-grouped", dtype=torch.bfloat16), CONFIG, FULL, 1024, False, True, False)
     assert whole.reference == whole.weights == 2 * frozen
     assert (whole.cache, whole.activations) == (found.cache, found.activations)
 
@@ -122,7 +126,7 @@ def test_what_a_copy_holds_is_what_was_estimated():
             kept = Reference(policy, update, how)
             own = kept.adapter or {} if adapter else dict(kept.policy.model.named_parameters())
             held = sum(x.nbytes for x in own.values()) + sum(x.nbytes for x in kept.averages.values())
-            found = estimate(policy.model, replace(CONFIG, reference=how), 1024, False, True, False)
+            found = estimate(policy.model, replace(CONFIG, reference=how), FULL, 1024, False, True, False)
             assert found.reference == pytest.approx(held, rel=2e-3)  # buffers aside
 
 
@@ -141,17 +145,17 @@ def test_what_a_copy_holds_is_what_was_estimated():
     ],
 )
 def test_the_largest_that_fits(half_billion, gib, expected):
-    tokens, recompute = choose(half_billion, CONFIG, gib * GIB, reference=False, logits=False)
+    tokens, recompute = choose(half_billion, CONFIG, FULL, gib * GIB, reference=False, logits=False)
     assert (tokens, recompute) == expected
     if gib > 1:
-        used = [estimate(half_billion, CONFIG, n, recompute, False, False).total for n in (tokens, 2 * tokens)]
+        used = [estimate(half_billion, CONFIG, FULL, n, recompute, False, False).peak for n in (tokens, 2 * tokens)]
         assert used[0] <= gib * GIB
         assert tokens == 32768 or used[1] > gib * GIB
 
 
 def test_what_is_set_is_kept(half_billion):
     def chosen(gib, **optim):
-        return choose(half_billion, replace(CONFIG, optim=OptimConfig(**optim)), gib * GIB, False, False)
+        return choose(half_billion, replace(CONFIG, optim=OptimConfig(**optim)), FULL, gib * GIB, False, False)
 
     assert chosen(140, micro_tokens=3000) == (3000, False)
     assert chosen(20, micro_tokens=7000) == (7000, True)
@@ -233,53 +237,3 @@ def test_the_error_holds_no_tensor(batch):
         raise torch.OutOfMemoryError("no room")
 
     OomRetry(64).run(batch, work)
-
-
-def test_memory_is_named_by_part():
-    assert Memory(1, 2, 3, 4, 5, 6, 7).total == 28
-
-
-# ---- slots -----------------------------------------------------------------------------------------------------------
-
-
-def test_slots_take_half_of_what_training_leaves():
-    open_config = replace(CONFIG, rollout=replace(CONFIG.rollout, slots=None))
-    model = tiny.make("qwen2-grouped", dtype=torch.bfloat16)
-    at_1024 = estimate(model, replace(CONFIG, rollout=replace(CONFIG.rollout, slots=1024)), 0, True, False, False)
-    fixed, each = at_1024.total - at_1024.cache - at_1024.activations, at_1024.cache // 1024
-    for room, slots in ((10**15, 1024), (2 * 700 * each, 640), (2 * 64 * each, 64), (2 * 3 * each, 3), (0, 1), (-5, 1)):
-        assert slots_for(model, open_config, fixed + room, False) == slots
-    copy = estimate(model, CONFIG, 0, True, True, False).reference
-    assert slots_for(model, open_config, fixed + 2 * 3 * each + copy - 1, True) == 2  # it takes its part
-
-
-def test_long_responses_leave_activations_what_they_need(half_billion):
-    """Half would be room for few: the cache takes what 8192 recomputed tokens do not need, up to 64 slots."""
-    rollout = RolloutConfig(max_prompt_tokens=512, max_new_tokens=32768 - 512)
-    config, each = Config(rollout=rollout), 32768 * 24 * 2 * 2 * 64 * 2
-    needed = estimate(half_billion, config, 8192, True, False, False)
-    fixed = needed.total - needed.cache - needed.activations
-    for slots, room in {20: 20 * each, 64: 100 * each}.items():
-        assert slots_for(half_billion, config, fixed + needed.activations + room, False) == slots
-    assert slots_for(half_billion, config, fixed + 2 * 130 * each, False) == 128  # half of it is many
-    available = fixed + needed.activations + 20 * each
-    chosen = replace(config, rollout=replace(rollout, slots=20))
-    tokens, recompute = choose(half_billion, chosen, available, False, False)
-    assert recompute
-    assert estimate(half_billion, chosen, tokens, recompute, False, False).total <= available
-
-
-def test_an_evaluation_holds_no_optimiser(half_billion):
-    """Else a model that can be evaluated but not trained would be decoded one response at a time."""
-    open_config = replace(CONFIG, rollout=replace(CONFIG.rollout, slots=None))
-    weights, each = 2 * 494_032_768, 1536 * 24 * 2 * 2 * 64 * 2
-    available = weights + 2 * 64 * each
-    assert slots_for(half_billion, open_config, available, False, trained=False) == 64
-    assert slots_for(half_billion, open_config, available, False) == 1
-
-
-def test_slots_that_are_given_stay():
-    policy = Policy(tiny.make(), tiny.tokenizer())
-    assert pick_slots(policy, CONFIG, False) == 256
-    assert pick_slots(policy, replace(CONFIG, rollout=replace(CONFIG.rollout, slots=7)), False) == 7
-    assert pick_slots(policy, Config(), False) == 256

@@ -24,8 +24,8 @@ from rpg.models.policy import Policy
 from rpg.run.config import Config
 from rpg.run.settings import leaves
 from rpg.tasks import load_task
+from rpg.training.progress import best_of
 from rpg.training.setup import make_scorer
-from rpg.training.summary import best_of
 
 LENGTH = """
 def score(response, answer, prompt):

@@ -118,10 +118,12 @@ def test_memory_counted_by_hand():
     assert found.memory.weights == 2 * n
     assert found.memory.masters + found.memory.moments + found.memory.gradients == (4 + 8 + 6) * n
     assert found.memory.reference == 0
-    assert found.memory.cache == found.slots * 1536 * 36 * 2 * 8 * 128 * 2
+    assert found.memory.cache == found.layout.held(1536) * 36 * 2 * 8 * 128 * 2
     assert found.fits
-    assert found.memory.total <= found.available == int(0.9 * 141e9)
-    assert (found.slots % 64, found.recompute) == (0, True)
+    assert found.memory.peak <= found.available == int(0.9 * 141e9)
+    assert (found.layout.slots % 64, found.layout.offload, found.recompute) == (0, True, False)
+    stays = plan(replace(QWEN, optim=OptimConfig(offload=False)), "h200")
+    assert (stays.layout, stays.recompute) == (found.otherwise, True)
 
 
 def test_a_reference_is_held_where_the_algorithm_wants_one():
@@ -338,7 +340,15 @@ def test_the_text(capsys):
         *("dynamic sampling: groups all solved or none solved are replaced", "overlong penalty in the last 64 tokens"),
         *("4.02 B parameters, all trained; bfloat16", "64 prompts × 8 responses of up to 1,024 tokens"),
         *("weights", "masters", "moments", "gradients", "reference", "cache", "activations", "together", "8.0"),
-        *("recomputed in the backward pass", "An estimate", "rollout", "log-probabilities", "the run", "✓ fits"),
+        *(
+            "masters host 16.1 float32 copies",
+            "An estimate",
+            "offload: 48.3 GB lie in host memory while sampling",
+            "rollout",
+            "log-probabilities",
+            "the run",
+            "✓ fits",
+        ),
         *("prompts sampled for one kept", "NVIDIA's H200 data sheet", "config.yaml, metrics.jsonl"),
     ):
         assert text in " ".join(out.split()), text
@@ -349,8 +359,12 @@ def test_the_text_of_others(capsys):
     show(plan(config, "h200"))
     show(plan(replace(config, peft=PeftConfig()), "h200"))
     show(plan(replace(QWEN, algorithm="reinforce"), "h200"))
+    four = replace(QWEN, optim=OptimConfig(offload=False), rollout=replace(QWEN.rollout, cache_dtype="fp8"))
+    show(plan(four, "h200"))
     out = " ".join(capsys.readouterr().out.split())
     for text in (
+        *("masters 16.1 16.1 float32", "no offload: ", "with it (optim.offload)", "keys and values in 8 bits: "),
+        *("gradients 24.1 summed", "recomputed in the backward pass"),
         *(
             "40.4 M trained (lora)",
             "the model with its adapter off, no copy",

@@ -59,11 +59,10 @@ def timed(function: Callable[[], Any], device: str, repeats: int, warmup: int = 
 
 def peak_gib(device: str) -> float:
     """Of this process: on a GPU what torch allocated there, else resident memory."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    from ..training.summary import peak_memory_gb
+    from ..training.phases import gpu_peak_memory_gb, peak_memory_gb
 
-    return peak_memory_gb()
+    on_gpu = gpu_peak_memory_gb(torch.device(device))
+    return peak_memory_gb() if on_gpu is None else on_gpu
 
 
 def recorder(section: Section, sizes: Sizes, watch: Watch) -> Callable[[str, Callable[[], Numbers]], None]:

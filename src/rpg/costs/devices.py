@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from ..console import choose
 GPU_OVERHEAD = 36e-6, 8e-3  # seconds a layer of a decoding step (a captured graph), of a training pass (its launches)
 CPU_OVERHEAD = 1e-3, 2e-3
 REACHED = 779 / 989.4, 4.268 / 4.8  # of the published rates, by the H200 of docs/speed-table.md
+PCIE_5, PCIE_4 = 50e9, 25e9  # bytes a second between host and device, of 16 lanes
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,17 @@ class Device:
     train_layer: float
     source: str  # of these numbers
     cpu: bool = False
+    host_bandwidth: float = PCIE_4  # bytes a second between the host's memory and its own
 
 
-def _published(name: str, gigabytes: float, teraflops: float, terabytes: float, sheet: str) -> Device:
+def _published(
+    name: str, gigabytes: float, teraflops: float, terabytes: float, sheet: str, host: float = PCIE_4
+) -> Device:
     """Taken to reach as much of its published rates as the H200 does."""
     flops, bandwidth = teraflops * 1e12 * REACHED[0], terabytes * 1e12 * REACHED[1]
     text = f"{sheet}: {gigabytes:g} GB, {teraflops:g} TFLOP/s dense bf16, {terabytes:g} TB/s, of which an H200 reaches "
     text += f"{REACHED[0]:.0%} and {REACHED[1]:.0%}"
-    return Device(name, int(gigabytes * 1e9), flops, bandwidth, *GPU_OVERHEAD, source=text)
+    return Device(name, int(gigabytes * 1e9), flops, bandwidth, *GPU_OVERHEAD, source=text, host_bandwidth=host)
 
 
 DEVICES: dict[str, Device] = {
@@ -44,8 +49,9 @@ DEVICES: dict[str, Device] = {
         4.268e12,
         *GPU_OVERHEAD,
         source="NVIDIA's H200 data sheet: 141 GB; rates measured in docs/speed-table.md: 779 TFLOP/s, 4.27 TB/s",
+        host_bandwidth=PCIE_5,
     ),
-    "h100": _published("NVIDIA H100 SXM", 80, 989.4, 3.35, "NVIDIA's H100 data sheet"),
+    "h100": _published("NVIDIA H100 SXM", 80, 989.4, 3.35, "NVIDIA's H100 data sheet", PCIE_5),
     "a100": _published("NVIDIA A100 80GB SXM", 80, 312, 2.039, "NVIDIA's A100 data sheet"),
     "l40s": _published("NVIDIA L40S", 48, 362, 0.864, "NVIDIA's L40S data sheet"),
     "rtx4090": _published("NVIDIA GeForce RTX 4090", 24, 165.2, 1.008, "NVIDIA's Ada architecture white paper"),
@@ -66,8 +72,7 @@ def at_hand(device: torch.device) -> Device:
     """This machine's, its rates measured in a moment."""
     cpu = device.type == "cpu"
     if cpu:
-        name = f"CPU ({torch.get_num_threads()} threads)"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name, memory = f"CPU ({torch.get_num_threads()} threads)", physical_memory()
     else:
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
@@ -76,10 +81,26 @@ def at_hand(device: torch.device) -> Device:
     flat = torch.zeros(2**22 if cpu else 2**28, device=device)
     other = torch.empty_like(flat)
     product, copy = _seconds(lambda: x @ x, device), _seconds(lambda: other.copy_(flat), device)
+    host = torch.empty(2**22 if cpu else 2**26, pin_memory=not cpu)
+    part = flat[: host.numel()]
+    sent = _seconds(lambda: host.copy_(part, non_blocking=True), device)
     overhead = CPU_OVERHEAD if cpu else GPU_OVERHEAD
     flops, bandwidth = 2 * size**3 / product, 2 * flat.numel() * flat.element_size() / copy
     source = f"measured now: {flops / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s"
-    return Device(name, memory, flops, bandwidth, *overhead, source=source, cpu=cpu)
+    return Device(name, memory, flops, bandwidth, *overhead, source, cpu, host.nbytes / sent)
+
+
+def physical_memory() -> int:
+    """Of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def host_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """That this process may have: of the machine, or what its container is limited to."""
+    try:
+        return min(physical_memory(), int(limit.read_text()))
+    except (OSError, ValueError):  # no such file; "max"
+        return physical_memory()
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

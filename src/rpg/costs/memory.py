@@ -1,8 +1,14 @@
-"""What a run holds on its device, counted part by part, and how many tokens and slots that leaves memory for."""
+"""What a run holds on its device in each of its two phases, counted part by part, and what that leaves room for.
+
+While responses are sampled there are no gradients and no activations; while the model is trained nobody reads the
+engine's cache. With offload the optimiser's masters and moments are in host memory during the first phase and the cache
+is given back before the second, so that each phase has the device for itself.
+"""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +22,19 @@ from ..run.teacher import naming, teacher_of
 CPU_TOKENS = 1024  # activations stay in the cache
 CPU_SLOTS, MOST_SLOTS, SLOTS = 256, 1024, 64  # decoded at once; on a GPU a multiple of the last
 MOST_TOKENS, ENOUGH_TOKENS, LEAST_TOKENS = 32768, 8192, 1024  # on a GPU; below enough, activations are recomputed
+READ_TOKENS = 32768  # of prompts, in one pass of the engine
 SHARE = 0.9  # of the device's memory that is planned for; the rest: workspaces, graphs, logits, fragments
+HOST_SHARE = 0.5  # of the host's memory that is taken without being asked
+WORTH = 1.5  # times the rows at a time, from which on offload is worth its transfers
+PHASES = ("sampling", "training")
+PARTS = ("weights", "masters", "moments", "gradients", "reference", "cache", "reading", "activations")
+ABSENT = {"sampling": ("gradients", "activations"), "training": ("reading",)}
+MOVED = {"sampling": ("masters", "moments"), "training": ("cache",)}  # with offload
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by part in the backward pass of a micro-batch, where they are most: an estimate, rather too high."""
+    """Bytes by part, each where it is most: an estimate, rather too high."""
 
     weights: int
     masters: int
@@ -34,18 +47,56 @@ class Memory:
     """a second set of weights, or of the adapter's, if one is held; a moving average of half precision also in
     float32"""
     cache: int
-    """keys and values of the engine, all slots full"""
+    """keys and values of the engine"""
+    reading: int
+    """what the engine needs to read prompts"""
     activations: int
-    """what the backward pass needs of the forward pass"""
+    """what the backward pass needs of the forward pass of a micro-batch"""
+    offload: bool = False
+
+    def during(self, phase: str) -> dict[str, int]:
+        """The parts that are on the device while responses are sampled, or while the model is trained."""
+        away = ABSENT[phase] + (MOVED[phase] if self.offload else ())
+        return {name: getattr(self, name) for name in PARTS if name not in away}
 
     @property
-    def total(self) -> int:
-        return int(sum(astuple(self)))
+    def sampling(self) -> int:
+        return sum(self.during("sampling").values())
+
+    @property
+    def training(self) -> int:
+        return sum(self.during("training").values())
+
+    @property
+    def peak(self) -> int:
+        return max(self.sampling, self.training)
+
+    @property
+    def moved(self) -> int:
+        """What goes to host memory before responses are sampled, and comes back."""
+        return self.masters + self.moments if self.offload else 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How sampling and training share the device."""
+
+    slots: int
+    """responses decoded at a time, at most"""
+    cache_tokens: int | None = None
+    """that the engine's cache holds in all; None: as many as the slots have at full length"""
+    offload: bool = False
+    """masters and moments are in host memory while responses are sampled, the cache is given back before training"""
+
+    def held(self, longest: int) -> int:
+        """Tokens in the cache, where a row has ``longest`` at most."""
+        return self.slots * longest if self.cache_tokens is None else self.cache_tokens
 
 
 def estimate(
     model: Any,
     config: Config,
+    layout: Layout,
     micro_tokens: int,
     recompute: bool,
     reference: bool,
@@ -56,7 +107,7 @@ def estimate(
 
     Of a sharded run on one of its devices: a whole copy of the weights, for sampling, and a share of the rest.
     """
-    whole = _estimate(model, config, micro_tokens, recompute, reference, logits)
+    whole = _estimate(model, config, layout, micro_tokens, recompute, reference, logits)
     if not world.sharded:
         return whole
     gathered = 3 * _largest_group(model)  # in use, on its way, and its gradient on its way
@@ -79,22 +130,29 @@ def _largest_group(model: Any) -> int:
     return int(max([rest, *layers]))
 
 
-def _estimate(model: Any, config: Config, micro_tokens: int, recompute: bool, reference: bool, logits: bool) -> Memory:
+def _estimate(
+    model: Any, config: Config, layout: Layout, micro_tokens: int, recompute: bool, reference: bool, logits: bool
+) -> Memory:
     weights = [(p.numel(), p.element_size()) for p in model.parameters()]
     trained = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
     size = weights[0][1]  # of the embedding, and of all that is not an adapter
-    rollout, shape = config.rollout, Shape.of(model.config.get_text_config())
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    tokens = max(micro_tokens, longest)  # a sequence is not cut
+    shape, longest = Shape.of(model.config.get_text_config()), longest_row(config)
     return Memory(
         weights=_bytes(weights),
         masters=sum(n * 4 for n, size in trained if size < 4),
         moments=2 * sum(n * max(size, 4) for n, size in trained),
         gradients=sum(n * (4 + size if size < 4 else size) for n, size in trained),
         reference=_reference(weights, trained, adapted(model), config) if reference else 0,
-        cache=(rollout.slots or MOST_SLOTS) * longest * shape.layers * 2 * shape.key_width * size,
-        activations=tokens * shape.activation_bytes(size, recompute, logits),
+        cache=layout.held(longest) * shape.cache_bytes(size, config.rollout.cache_dtype),
+        reading=READ_TOKENS * shape.layer_bytes(size),
+        activations=max(micro_tokens, longest) * shape.activation_bytes(size, recompute, logits),  # none is cut
+        offload=layout.offload,
     )
+
+
+def longest_row(config: Config) -> int:
+    """Tokens of the longest prompt and the longest response to it."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def teacher_shell(config: Config, dtype: torch.dtype) -> Shell:
@@ -122,25 +180,76 @@ def _reference(weights: list[tuple[int, int]], trained: list[tuple[int, int]], a
     return _bytes(copied) + averages
 
 
-def slots_for(
-    model: Any, config: Config, available: int | None, held: bool, trained: bool = True, world: World = ALONE
-) -> int:
-    """As the settings say, else as many as are worth it and fit; ``available`` None: on a CPU.
+def lay_out(
+    model: Any,
+    config: Config,
+    available: int | None,
+    held: bool,
+    trained: bool = True,
+    world: World = ALONE,
+    host: int | None = None,
+) -> Layout:
+    """As the settings say, else what has room for most responses at a time. ``available``: bytes of the device, None:
+    a CPU; ``host``: of its host, where that is known; ``held``: a reference is; not ``trained``: an evaluation.
 
-    Half of what weights and, where it is trained, optimiser and gradients leave goes to keys and values, half to
-    activations. Where that is room for few, as with long responses, activations get no more than they need.
+    Sharded runs and those with vLLM, which keeps its own memory, offload only where they are told to.
     """
-    if config.rollout.slots is not None or available is None:
-        return config.rollout.slots or CPU_SLOTS
-    optim = config.optim
-    recompute = can_recompute(model) if optim.recompute is None else optim.recompute
-    memory = estimate(model, config, optim.micro_tokens or ENOUGH_TOKENS, recompute, held, logits=False, world=world)
-    fixed = memory.total - memory.cache - memory.activations if trained else memory.weights
-    each = max(1, memory.cache // MOST_SLOTS)
-    slots = max(0, available - fixed) // 2 // each
-    if trained:
-        slots = max(slots, min(SLOTS, (available - fixed - memory.activations) // each))
-    return min(MOST_SLOTS, slots - slots % SLOTS if slots > SLOTS else max(1, slots))
+    asked, rollout = config.optim.offload and trained, config.rollout
+    if available is None:
+        return Layout(rollout.slots or CPU_SLOTS, None, bool(asked))
+    recompute = can_recompute(model) if config.optim.recompute is None else config.optim.recompute
+    micro_tokens = config.optim.micro_tokens or ENOUGH_TOKENS
+    parts = estimate(model, config, Layout(0), micro_tokens, recompute, held, False, world)
+    shape, size = Shape.of(model.config.get_text_config()), next(model.parameters()).element_size()
+    each = shape.cache_bytes(size, rollout.cache_dtype)
+    row = row_tokens(config, trained)
+    if not trained:
+        return _fitted(config, available - parts.weights - parts.reading, each, row, False)
+    moving = replace(parts, offload=True)
+    if asked and host is not None and moving.moved > host:
+        raise ValueError(
+            f"optim.offload needs {moving.moved / 1e9:,.1f} GB of host memory, and this machine has {host / 1e9:,.1f}: "
+            "leave it out"
+        )
+    left = available - parts.training  # with room for a micro-batch
+    beside = max(0, parts.sampling - parts.training)  # reading prompts takes more than training
+    few = min(SLOTS * row * each, left - beside)
+    stays = _fitted(config, max((left + parts.activations - beside) // 2, few), each, row, False)
+    moves = _fitted(config, available - moving.sampling, each, row, True)
+    if asked is not None:
+        return moves if asked else stays
+    if world.sharded or rollout.engine != "native" or (host is not None and moving.moved > HOST_SHARE * host):
+        return stays
+    gain = [min(used(layout, config), rollout.prompts * rollout.samples) for layout in (stays, moves)]
+    return moves if gain[1] >= WORTH * gain[0] and parts.training - parts.activations < available else stays
+
+
+def _fitted(config: Config, room: int, each: int, row: int, offload: bool) -> Layout:
+    """In so many bytes, of which a token takes ``each``; one row at full length is the least."""
+    longest, given = longest_row(config), config.rollout.slots
+    tokens = min(max(room // each, longest), (given or MOST_SLOTS) * longest)
+    slots = given or min(MOST_SLOTS, max(1, tokens // row))
+    if given is None and slots > SLOTS:
+        slots -= slots % SLOTS
+    return Layout(slots, None if tokens >= slots * longest else tokens, offload)
+
+
+def row_tokens(config: Config, trained: bool = True) -> int:
+    """That a row holds on average, at most: its share of the prompt, and half of the longest response."""
+    rollout, samples = config.rollout, config.rollout.samples if trained else config.eval.k
+    return -(-rollout.max_prompt_tokens // samples) + -(-rollout.max_new_tokens // 2)
+
+
+def used(layout: Layout, config: Config) -> int:
+    """Rows that are decoded at a time, on average, where responses are as long as they may be."""
+    return max(1, min(layout.slots, layout.held(longest_row(config)) // row_tokens(config)))
+
+
+def smallest(layouts: Sequence[Layout]) -> Layout:
+    """What all ranks have room for."""
+    tokens = [layout.cache_tokens for layout in layouts if layout.cache_tokens is not None]
+    offload = all(layout.offload for layout in layouts)
+    return Layout(min(layout.slots for layout in layouts), min(tokens, default=None), offload)
 
 
 @dataclass(frozen=True)
@@ -151,6 +260,7 @@ class Shape:
     hidden: int
     query_width: int  # heads × width of a head
     key_width: int
+    key_heads: int
     ffn: int
     vocabulary: int
 
@@ -162,9 +272,19 @@ class Shape:
         ffn = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         if experts := getattr(config, "num_experts_per_tok", None):
             ffn = experts * (getattr(config, "moe_intermediate_size", None) or ffn)
-        return cls(
-            config.num_hidden_layers, config.hidden_size, heads * width, key_heads * width, ffn, config.vocab_size
-        )
+        widths = heads * width, key_heads * width, key_heads
+        return cls(config.num_hidden_layers, config.hidden_size, *widths, ffn, config.vocab_size)
+
+    def cache_bytes(self, size: int, dtype: str = "auto") -> int:
+        """For each token: keys and values; in 8 bits with a float32 scale for each head."""
+        width = self.key_width * size if dtype == "auto" else self.key_width + 4 * self.key_heads
+        return self.layers * 2 * width
+
+    def layer_bytes(self, size: int) -> int:
+        """For each token, of one layer in its forward pass."""
+        norms = 2 * self.hidden * (4 + 2 * size)
+        attention = 2 * (self.query_width + self.key_width) * size
+        return norms + attention + 4 * self.ffn * size
 
     def activation_bytes(self, size: int, recompute: bool, logits: bool) -> int:
         """For each token. A layer keeps, of ``size`` bytes an element,
@@ -176,16 +296,20 @@ class Shape:
         With recomputation a layer keeps its input. In either case the layer whose backward pass runs has all of it and
         the gradients too. Attention is taken to keep no scores, and fused kernels keep less than this.
         """
-        norms = 2 * self.hidden * (4 + 2 * size)
-        attention = 2 * (self.query_width + self.key_width) * size
-        layer = norms + attention + 4 * self.ffn * size
+        layer = self.layer_bytes(size)
         kept = self.layers * (self.hidden * size if recompute else layer)
         head = self.hidden * (2 * size + 4) + (self.vocabulary * (size + 12) if logits else 0)
         return kept + 2 * layer + head
 
 
 def choose(
-    model: Any, config: Config, available: int | None, reference: bool, logits: bool, world: World = ALONE
+    model: Any,
+    config: Config,
+    layout: Layout,
+    available: int | None,
+    reference: bool,
+    logits: bool,
+    world: World = ALONE,
 ) -> tuple[int, bool]:
     """Tokens of a micro-batch, and whether activations are recomputed, where ``available`` bytes are there in all. As
     the settings say; None: on a CPU, whose memory is not planned.
@@ -205,7 +329,7 @@ def choose(
         return tokens if tokens >= LEAST_TOKENS else 0
 
     def fits(tokens: int, recompute: bool) -> bool:
-        return estimate(model, config, tokens, recompute, reference, logits, world).total <= available
+        return estimate(model, config, layout, tokens, recompute, reference, logits, world).training <= available
 
     least = optim.micro_tokens or LEAST_TOKENS
     if optim.recompute is not None or not can_recompute(model):

@@ -30,6 +30,7 @@ class Operations:
     vocab: int
     body: int  # weights of the layers' matrices
     element: int = 2  # bytes of a number
+    cache: int | None = None  # bytes of a token's keys and values in all layers; None: of as many bytes a number
 
     @classmethod
     def of(cls, model: Any, element: int) -> Operations:
@@ -54,7 +55,7 @@ class Operations:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.key_heads * self.width * self.element
+        return 2 * self.layers * self.key_heads * self.width * self.element if self.cache is None else self.cache
 
     def decode_bytes(self, rows: int, held: float) -> float:
         """One step: all weights once, the keys and values of all tokens that are held, the logits written and read."""

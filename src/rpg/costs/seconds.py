@@ -8,6 +8,7 @@ training           1.2 × its products + 12 × its activations moved through mem
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .devices import Device
@@ -15,6 +16,7 @@ from .operations import Ceilings, Operations
 
 DECODE, PREFILL = 1.3, 2.0  # × floor
 PRODUCTS, MOVES = 1.2, 12.0
+CAPTURE = 4e-3  # seconds a layer of each decoding graph that is captured again: a guess
 OPTIMISER_BYTES = 30  # a weight: gradient, master and moments read, the last two written, and the rounded weight
 
 
@@ -29,6 +31,7 @@ class Work:
     recompute: bool
     micro_tokens: int
     slots: int
+    cache_tokens: int | None = None  # that the engine holds in all; None: enough
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,20 @@ class StepSizes:
     def tokens(self) -> float:
         return self.groups * self.prompt + self.rows * self.mean
 
+    @property
+    def age(self) -> float:
+        """Tokens that a row has sampled so far, on average: lengths are taken to lie evenly around their mean."""
+        spread = min(self.longest - self.mean, self.mean)
+        return (self.mean**2 + spread**2 / 3) / (2 * self.mean)
+
 
 def rollout_seconds(work: Work, device: Device, sizes: StepSizes) -> float:
     """Reading the prompts, then steps with all slots in use, then the last ones until the longest response ends."""
-    rows = min(sizes.rows, work.slots)
-    full = (sizes.rows - rows) * sizes.mean / work.slots
+    slots: float = work.slots
+    if work.cache_tokens is not None:
+        slots = max(1.0, min(slots, work.cache_tokens / (sizes.prompt / sizes.samples + sizes.age)))
+    rows = min(sizes.rows, slots)
+    full = (sizes.rows - rows) * sizes.mean / slots
     ceilings = Ceilings(device.flops, device.bandwidth)
     prompts = PREFILL * ceilings.seconds(work.operations.prefill_flops(1, sizes.prompt)) * sizes.groups
     last = rows * sizes.mean / sizes.longest  # on average
@@ -63,8 +75,7 @@ def rollout_seconds(work: Work, device: Device, sizes: StepSizes) -> float:
 
 def decode_seconds(work: Work, device: Device, sizes: StepSizes, rows: float) -> float:
     """One token for each of so many rows, of the age that rows have on average."""
-    spread = min(sizes.longest - sizes.mean, sizes.mean)  # lengths are taken to lie evenly around their mean
-    age = (sizes.mean**2 + spread**2 / 3) / (2 * sizes.mean)
+    age = sizes.age
     held = rows * (sizes.prompt + age)
     operations, ceilings = work.operations, Ceilings(device.flops, device.bandwidth)
     count = max(1, round(rows))
@@ -94,3 +105,9 @@ def train_seconds(
     if forward:
         return seconds
     return seconds + optimiser_steps * work.trained * OPTIMISER_BYTES / device.bandwidth
+
+
+def offload_seconds(work: Work, device: Device, moved: int) -> float:
+    """Of a step: so many bytes to host memory and back, and graphs of 8, 16, 32, 64, 128, … rows captured again."""
+    graphs = 0 if device.cpu else 3 + math.ceil(work.slots / 64)
+    return 2 * moved / device.host_bandwidth + graphs * work.operations.layers * CAPTURE

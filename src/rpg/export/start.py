@@ -12,7 +12,7 @@ from ..console import steps_text
 from ..models import BUILTIN
 from ..run import checkpoint
 from ..run.config import Config
-from ..training.summary import best_of
+from ..training.progress import best_of
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ import torch
 
 from ..costs import devices, memory
 from ..costs.devices import Device
+from ..costs.memory import Layout
 from ..costs.operations import Operations
-from ..costs.seconds import StepSizes, Work, rollout_seconds, train_seconds
+from ..costs.seconds import StepSizes, Work, offload_seconds, rollout_seconds, train_seconds
 from ..loss.methods import Method
 from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
@@ -54,10 +55,11 @@ class Seconds:
     logp: float
     train: float
     evaluation: float
+    offload: float = 0.0  # to host memory and back
 
     @property
     def step(self) -> float:
-        return self.rollout + self.logp + self.train
+        return self.rollout + self.logp + self.train + self.offload
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Plan:
     available: int
     micro_tokens: int
     recompute: bool
-    slots: int
+    layout: Layout
+    otherwise: Layout  # with optim.offload the other way
     optimiser_steps: int  # over a batch
     prompt_tokens: int  # assumed
     low: Case
@@ -113,7 +116,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.available
+        return self.memory.peak <= self.available
 
     @property
     def fits_disk(self) -> bool:
@@ -149,18 +152,20 @@ def plan(
     rollout, held = config.rollout, method.anchor != "old"
     if getattr(model.model.config.get_text_config(), "num_attention_heads", None) is None:
         raise ValueError(f"{config.model} has no attention heads: neither a plan nor the engine knows such a model")
-    needed, sizes = _sizes(model.model, anchored(config, method), chosen, held)
+    host = None if device is not None else devices.host_memory()
+    needed, sizes = _sizes(model.model, anchored(config, method), chosen, held, host)
     available = int(memory.SHARE * chosen.memory)
-    operations = Operations.of(model.model, dtype.itemsize)
     shape = memory.Shape.of(model.model.config.get_text_config())
+    operations = Operations.of(model.model, dtype.itemsize)
     work = Work(
-        operations=operations,
+        operations=replace(operations, cache=shape.cache_bytes(dtype.itemsize, rollout.cache_dtype)),
         activation=shape.activation_bytes(dtype.itemsize, False, False),
         trained=model.trained,
         frozen=adapted(model.model),
         recompute=sizes.recompute,
         micro_tokens=sizes.tokens,
-        slots=sizes.slots if needed.total <= available else max(sizes.slots, IF_IT_FITTED),
+        slots=sizes.layout.slots if needed.peak <= available else max(sizes.layout.slots, IF_IT_FITTED),
+        cache_tokens=sizes.layout.cache_tokens if needed.peak <= available else None,
     )
     data = data_of(config)
     passes = [work] * (OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq)
@@ -180,7 +185,7 @@ def plan(
     cases = []
     for share, kept in zip(shares, KEPT, strict=True):
         more = min(MOST_MORE, rollout.oversample / kept) if method.dynamic else 1.0
-        seconds = _seconds(work, chosen, config, prompt, share, more, passes, data.evaluated)
+        seconds = _seconds(work, chosen, config, prompt, share, more, passes, data.evaluated, needed)
         steps = _steps(config, seconds.step)
         run = steps * seconds.step + evaluations(config, steps) * seconds.evaluation
         cases.append(Case(max(1.0, share * rollout.max_new_tokens), more, seconds, steps, run))
@@ -200,7 +205,8 @@ def plan(
         available=available,
         micro_tokens=sizes.tokens,
         recompute=sizes.recompute,
-        slots=sizes.slots,
+        layout=sizes.layout,
+        otherwise=sizes.otherwise,
         optimiser_steps=config.optim.minibatches * config.optim.epochs,
         prompt_tokens=prompt,
         low=cases[0],
@@ -238,23 +244,27 @@ def _device(config: Config, name: str | None) -> tuple[Device, torch.dtype]:
 class _Sizes:
     tokens: int
     recompute: bool
-    slots: int
+    layout: Layout
+    otherwise: Layout
 
 
-def _sizes(model: Any, config: Config, device: Device, held: bool) -> tuple[memory.Memory, _Sizes]:
-    """As make_oom_retry and pick_slots choose them, on a device that need not be there."""
+def _sizes(model: Any, config: Config, device: Device, held: bool, host: int | None) -> tuple[memory.Memory, _Sizes]:
+    """As pick_layout and make_oom_retry choose them, on a device that need not be there."""
     available = None if device.cpu else int(memory.SHARE * device.memory)
     logits = not _linear_head(model)
-    slots = memory.slots_for(model, config, available, held)
-    config = replace(config, rollout=replace(config.rollout, slots=slots))
-    tokens, recompute = memory.choose(model, config, available, held, logits)
-    needed = memory.estimate(model, config, tokens, recompute, held, logits)
+    layout = memory.lay_out(model, config, available, held, host=host)
+    otherwise = layout
+    if config.rollout.engine == "native":
+        other = replace(config, optim=replace(config.optim, offload=not layout.offload))
+        otherwise = memory.lay_out(model, other, available, held)
+    tokens, recompute = memory.choose(model, config, layout, available, held, logits)
+    needed = memory.estimate(model, config, layout, tokens, recompute, held, logits)
     if config.rollout.engine == "vllm":  # its own weights and cache
         share = config.rollout.vllm.get("gpu_memory_utilization", 0.0 if device.cpu else GPU_SHARE)
         if not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"rollout.vllm.gpu_memory_utilization must be between 0 and 1; got {share!r}")
         needed = replace(needed, cache=max(needed.cache + needed.weights, int(share * device.memory)))
-    return needed, _Sizes(tokens, recompute, slots)
+    return needed, _Sizes(tokens, recompute, layout, otherwise)
 
 
 def _linear_head(model: Any) -> bool:
@@ -302,6 +312,7 @@ def _seconds(
     more: float,
     passes: Sequence[Work],
     problems: int,
+    needed: memory.Memory,
 ) -> Seconds:
     """``passes``: without gradients, over all responses."""
     rollout = config.rollout
@@ -314,6 +325,7 @@ def _seconds(
         logp=sum(train_seconds(each, device, trained, forward=True) for each in passes),
         train=epochs * train_seconds(work, device, trained, config.optim.minibatches),
         evaluation=rollout_seconds(work, device, tested),
+        offload=offload_seconds(work, device, needed.moved) if needed.offload else 0.0,
     )
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import amount, estimated_duration, gb, printed
+from ..costs.memory import PHASES, READ_TOKENS, longest_row
 from ..loss.describe import advantage_text, clip_text
 from ..training.collect import signal_of
 from .plan import IF_IT_FITTED, Plan, evaluations
@@ -28,7 +29,8 @@ PARTS = {
     "moments": "of the optimiser, float32",
     "gradients": "summed in float32",
     "reference": "a second set of weights",
-    "cache": "keys and values, {slots} at a time",
+    "cache": "keys and values{bits}: {slots} rows, {held:,} tokens",
+    "reading": "of prompts, {read:,} tokens at a time",
     "activations": "{tokens:,} tokens at a time{recompute}",
 }
 MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "")}
@@ -132,18 +134,28 @@ def _kl(plan: Plan) -> str:
 
 def _memory_table(plan: Plan) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("memory")
-    table.add_column("GB", justify="right")
+    table.add_column("memory, GB")
+    for phase in PHASES:
+        table.add_column(phase, justify="right")
     table.add_column("")
-    recompute = ", recomputed in the backward pass" if plan.recompute else ""
+    phases = [plan.memory.during(phase) for phase in PHASES]
+    facts = {
+        "dtype": plan.dtype,
+        "bits": "" if plan.config.rollout.cache_dtype == "auto" else " in 8 bits",
+        "slots": plan.layout.slots,
+        "held": plan.layout.held(longest_row(plan.config)),
+        "read": READ_TOKENS,
+        "tokens": plan.micro_tokens,
+        "recompute": ", recomputed in the backward pass" if plan.recompute else "",
+    }
     for name, text in PARTS.items():
-        value = getattr(plan.memory, name)
-        said = text.format(dtype=plan.dtype, slots=plan.slots, tokens=plan.micro_tokens, recompute=recompute)
-        table.add_row(name, gb(value), said if value else "none")
+        away = "host" if plan.memory.offload and name in ("masters", "moments") else ""
+        values = [gb(phase[name]) if name in phase else away for phase in phases]
+        table.add_row(name, *values, text.format(**facts) if getattr(plan.memory, name) else "none")
     table.add_section()
     table.add_row(
         "together",
-        gb(plan.memory.total),
+        *(gb(sum(phase.values())) for phase in phases),
         f"of {gb(plan.device.memory)}, {gb(plan.available)} to plan with",
     )
     return table
@@ -160,8 +172,10 @@ def _time_table(plan: Plan) -> Table:
     if plan.method.dynamic:
         table.add_row("prompts sampled for one kept", *(f"{case.sampled:g}" for case in cases))
     table.add_section()
-    for name in ("rollout", "logp", "train", "step"):
-        label = {"logp": "  log-probabilities", "train": "  training", "rollout": "  rollout", "step": "a step"}[name]
+    labels = {"rollout": "  rollout", "logp": "  log-probabilities", "train": "  training", "offload": "  offload"}
+    if not plan.memory.offload:
+        del labels["offload"]
+    for name, label in (labels | {"step": "a step"}).items():
         table.add_row(label, *(estimated_duration(getattr(case.seconds, name)) for case in cases))
     table.add_row("an evaluation", *(estimated_duration(case.seconds.evaluation) for case in cases))
     table.add_section()
@@ -187,14 +201,13 @@ def verdicts(plan: Plan) -> Iterator[tuple[bool | None, str]]:
     """(good, one line) for what is learnt, memory, disk and the folder; None: it cannot be known here."""
     for text in plan.objections:
         yield False, text
-    used = plan.memory.total / plan.device.memory
+    used = plan.memory.peak / plan.device.memory
     if plan.fits:
-        yield True, f"fits: {gb(plan.memory.total)} of {gb(plan.device.memory)} GB ({used:.0%})"
+        yield True, f"fits: {gb(plan.memory.peak)} of {gb(plan.device.memory)} GB ({used:.0%})"
+        if text := offload_text(plan):
+            yield None, text
     else:
-        yield (
-            False,
-            f"does not fit: {gb(plan.memory.total)} GB, and {gb(plan.available)} are there; {way_out(plan)}",
-        )
+        yield False, f"does not fit: {gb(plan.memory.peak)} GB, and {gb(plan.available)} are there; {way_out(plan)}"
     disk = plan.disk
     files = "config.yaml, metrics.jsonl, samples.jsonl, summary.json, report.html"
     if disk.holds_run:
@@ -215,9 +228,22 @@ def refused(plan: Plan) -> bool:
     return any(ok is False for ok, _ in verdicts(plan))
 
 
+def offload_text(plan: Plan) -> str:
+    """What was decided, and what it is worth; nothing where that is no question."""
+    slots, other = plan.layout.slots, plan.otherwise.slots
+    if plan.memory.offload:
+        return (
+            f"offload: {gb(plan.memory.moved)} GB lie in host memory while sampling, so {slots} responses at a time in "
+            f"place of {other}; it takes {estimated_duration(plan.middle.seconds.offload)} a step"
+        )
+    if plan.device.cpu or plan.config.rollout.engine != "native":
+        return ""
+    return f"no offload: {slots} responses at a time, and {other} with it (optim.offload)"
+
+
 def way_out(plan: Plan) -> str:
     """What to change first."""
-    lowest = plan.memory.total - plan.memory.cache - plan.memory.activations
+    lowest = plan.memory.training - plan.memory.activations - (0 if plan.memory.offload else plan.memory.cache)
     several = "several GPUs: the same loss in TRL or verl"
     if plan.device.cpu:
         return "lower rollout.slots, or take a smaller model"

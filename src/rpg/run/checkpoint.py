@@ -212,14 +212,14 @@ def prune(root: Path, keep: int, best: int | None = None, newest: int | None = N
 
 
 def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, on the CPU, no two in one storage: what safetensors writes."""
+    """Contiguous, on the CPU, no two in one place: what safetensors writes."""
     owned: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         x = tensor.detach().to("cpu").contiguous()
-        if x.untyped_storage().data_ptr() in seen:
+        if x.data_ptr() in seen:
             x = x.clone()
-        seen.add(x.untyped_storage().data_ptr())
+        seen.add(x.data_ptr())
         owned[name] = x
     return owned
 

@@ -89,8 +89,11 @@ class RolloutConfig:
     min_p: Share = 0.0
     """sample from the tokens that have at least this share of the largest probability; 0: all"""
     slots: Count | None = None
-    """sequences decoded at the same time; finished ones are replaced at once; None: 256 on a CPU, on a GPU 1024 or what
-    half of the memory that training leaves has room for"""
+    """sequences decoded at the same time; finished ones are replaced at once; None: 256 on a CPU, on a GPU as many as
+    its memory has room for, at most 1024 (see optim.offload)"""
+    cache_dtype: Literal["auto", "fp8"] = "auto"
+    """of keys and values while sampling, native engine: auto: the model's; fp8: 8 bits with a scale for each token and
+    head, half the memory and half the reading; old log-probabilities are then recomputed"""
     old_logp: Literal["auto", "engine", "recompute"] = "auto"
     """old log-probabilities: the engine's, or recomputed by the trainer; auto: the native engine's in float32, and
     in bfloat16 as long as the measured difference is harmless; with vLLM always recomputed"""
@@ -147,6 +150,9 @@ class OptimConfig:
     gradient; None: 1024 on a CPU, where activations then stay in its cache; on a GPU what fits, at most 32768"""
     recompute: bool | None = None
     """recompute activations in the backward pass: less memory, a third more arithmetic; None: where they do not fit"""
+    offload: bool | None = None
+    """float32 weights and moments lie in host memory while responses are sampled, and the engine's cache is given back
+    while the model is trained; None: where that lets many more rows be sampled at once"""
     max_bad_steps: Count = 3
     """optimiser steps in a row with a loss or gradient that is not finite, after which the run stops"""
 
@@ -249,6 +255,8 @@ OTHER_NAMES = {
     "optim.minibatches": "num_mini_batches num_minibatches mini_batch_size ppo_mini_batch_size",
     "optim.epochs": "num_iterations ppo_epochs num_ppo_epochs num_epochs",
     "optim.micro_tokens": "micro_batch_size gradient_accumulation_steps ppo_max_token_len_per_gpu max_tokens_per_gpu",
+    "rollout.cache_dtype": "kv_cache_dtype cache_type kv_cache_quantization",
+    "optim.offload": "optimizer_offload offload_optimizer cpu_offload adam_offload enable_sleep_mode",
     "optim.recompute": "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing",
     "reference.model": "ref_model ref_model_path",
     "reference.update": "sync_ref_model",
@@ -327,6 +335,17 @@ def check(config: Config) -> None:
     if rollout.overlong and most != AUTO and rollout.overlong_tokens > most:
         raise ValueError(
             f"rollout.overlong_tokens must be at most max_new_tokens, {most}; got {rollout.overlong_tokens}"
+        )
+    if rollout.engine == "vllm" and rollout.cache_dtype != "auto":
+        raise ValueError(
+            "rollout.cache_dtype is the native engine's: give vLLM its own, --rollout.vllm.kv_cache_dtype fp8"
+        )
+    if rollout.engine == "vllm" and optim.offload:
+        raise ValueError("optim.offload goes with rollout.engine native: vLLM keeps its own weights and cache")
+    if rollout.cache_dtype != "auto" and rollout.old_logp == "engine":
+        raise ValueError(
+            f"rollout.old_logp must be auto or recompute with rollout.cache_dtype={rollout.cache_dtype}, which rounds "
+            "what the engine computes"
         )
     if optim.name == "schedule-free" and optim.schedule not in ("auto", "constant"):
         raise ValueError(

@@ -16,7 +16,7 @@ from ..run.config import Config
 from ..run.seeds import stream
 from ..tasks import Problem, load_task, load_tests
 from .collect import Sampler, encode_prompt
-from .oom_retry import pick_slots
+from .oom_retry import pick_layout
 from .setup import check_fit, check_rewards, held_out, make_engine, make_scorer, pick_device, pick_dtype
 
 Z = 1.959963984540054  # of a 95 % interval
@@ -136,7 +136,7 @@ def evaluate_model(config: Config) -> list[Evaluation]:
     policy = Policy.load(
         config.model, device=device, dtype=pick_dtype(config.dtype, device), options=config.model_options
     )
-    engine = make_engine(policy, config, pick_slots(policy, config, held=False, trained=False))
+    engine = make_engine(policy, config, pick_layout(policy, config, held=False, trained=False))
     sets = held_out(task, config)
     engine.expect(max(check_fit(policy, problems, config) for problems in sets.values()))
     with make_scorer(config, task) as scorer:

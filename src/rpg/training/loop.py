@@ -10,7 +10,6 @@ import contextlib
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,10 @@ from .batch import make_batch, with_advantages
 from .collect import UNEQUAL, Collector, PromptTooLong, Sampler
 from .evaluate import evaluate
 from .old_logp import OldLogp, batch_score_sq, with_logp
-from .oom_retry import DoesNotFit, make_oom_retry, pick_slots
+from .oom_retry import DoesNotFit, make_oom_retry, pick_layout
 from .optim import averaged_weights, make_optimizer
-from .progress import Progress, read_from
+from .phases import Phases
+from .progress import Progress, best_of, read_from, starvation, summarise
 from .reference import Reference, batch_logp, load_teacher
 from .setup import (
     anchored,
@@ -62,7 +62,6 @@ from .setup import (
     warnings_about,
 )
 from .state import RunState, check_data, check_settings, find_start, open_logs, write_config
-from .summary import best_of, memory_metrics, starvation, summarise
 from .update import Updater
 
 MAX_STARVED = 5  # steps in a row without a group to learn from, after which the run ends
@@ -185,8 +184,8 @@ class Trainer:
         teacher = load_teacher(taught, self.policy) if config.reference.model is not None and method.has_kl else None
         held = method.anchor != "old" and (teacher is not None or not self.policy.adapted)  # a second set of weights
         planned = anchored(taught, method)
-        slots = pick_slots(self.policy, planned, held, world=world)
-        self.engine = make_engine(self.policy, config, slots, context)
+        layout = pick_layout(self.policy, planned, held, world=world)
+        self.engine = make_engine(self.policy, config, layout, context)
         longest = [check_fit(self.policy, problems, config) for problems in self.problems.values()]
         self.engine.expect(max(check_train(self.policy, self.task, config, context), *longest))
         self.scorer = make_scorer(config, self.task)
@@ -195,8 +194,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.learner.parameters(), config.optim)
         self.reference = Reference(self.learner, method.anchor, taught.reference, world, self.policy, teacher)
         self.collector = Collector(config, method, self.sampler, self.task, progress.cursor)
-        sized = replace(planned, rollout=replace(config.rollout, slots=slots))
-        self.oom_retry = make_oom_retry(self.policy, sized, held, self.engine.release, context)
+        self.phases = Phases(self.optimizer, self.engine, self.policy.device, layout.offload)
+        self.oom_retry = make_oom_retry(self.policy, planned, held, self.engine.release, context, layout)
         self.updater = Updater(config, method, self.learner, self.optimizer, folder, progress, self.oom_retry, context)
         self.old_logp = OldLogp(config, method.loss, dtype, progress)
         self.state = RunState(
@@ -311,12 +310,15 @@ class Trainer:
     def step(self, step: int, logs: RunLogs) -> None:
         """One batch of rollouts, trained on; its row of metrics; an evaluation and a checkpoint where they are due."""
         begin, learner = time.perf_counter(), self.learner
+        self.phases.sampling()
         experience = self.collector.collect(step)
         for text in experience.messages:
             self._warn(f"reward function: {text}")
         self.failure_watch.note(experience.calls)
         if step == 1 and self.method.advantage.never_negative(experience.scores):
             self._warn(f"{self.method.name}: {NEVER_NEGATIVE}")
+        if not experience.starved:
+            self.phases.training()
         training_start = time.perf_counter()
         row, advantages = experience.metrics(), None
         if experience.starved:
@@ -346,7 +348,7 @@ class Trainer:
         row["tokens_total"] = self.progress.tokens_total
         responses = experience.samples(1, advantages)
         self.view.response(responses[step % len(responses)])
-        seconds = experience.seconds | {"train": time.perf_counter() - training_start}
+        seconds = experience.seconds | {"train": time.perf_counter() - training_start} | self.phases.spent()
         self.world.on_rank0(lambda: logs.samples(step, experience.samples(self.config.log.samples, advantages)))
         self._finish_step(step, row, begin, seconds, logs)
 
@@ -368,7 +370,7 @@ class Trainer:
         whole = time.perf_counter() - begin
         row |= {f"time/{name}": value for name, value in seconds.items()} | {"time/step": whole}
         row["speed/tokens_per_s"] = row["tokens"] / (whole - seconds.get("eval", 0.0))
-        self._log({"step": step, **row, **memory_metrics(self.policy.device)}, logs)
+        self._log({"step": step, **row, **self.phases.metrics()}, logs)
         if hopeless:  # nothing is saved: the last checkpoint is from before the trouble
             raise Failed(
                 f"{self.progress.bad_steps} optimiser steps in a row had a loss or gradient that is not finite. "
@@ -389,6 +391,7 @@ class Trainer:
         self.world.on_rank0(lambda: self._write_summary(self.summary("running", "")))
 
     def _evaluate(self, step: int, logs: RunLogs) -> dict[str, float]:
+        self.phases.sampling()
         with self.averaged():
             evaluations = evaluate(self.sampler, self.problems)
         samples = [sample for evaluation in evaluations for sample in evaluation.samples]
@@ -489,12 +492,7 @@ def _due(step: int, every: int) -> bool:
 
 def _text(error: BaseException) -> str:
     """In one line; of an error that nobody expects, with its name."""
-    if isinstance(error, DoesNotFit):
-        return (
-            "the device is out of memory: a single sequence does not fit. Lower rollout.max_new_tokens or "
-            "max_prompt_tokens, train an adapter (--peft.method lora), or take more GPUs"
-        )
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DoesNotFit):
         return "the device is out of memory: lower optim.micro_tokens (training) or rollout.slots (sampling)"
     text = " ".join(str(error).split())
     return text if isinstance(error, (Failed, *EXPECTED)) and text else f"{type(error).__name__}: {text}"

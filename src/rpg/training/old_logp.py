@@ -33,6 +33,8 @@ class OldLogp:
     both. With top-p, top-k or min-p all of this is over the sets that the engine drew from.
 
     vLLM computes with kernels of its own, whatever the precision: with it they are recomputed unless told otherwise.
+    From keys and values of 8 bits they are another policy's: always recomputed, and the engine's go to the loss beside
+    them, as what was sampled from.
     """
 
     def __init__(self, config: Config, loss: PolicyLoss, dtype: torch.dtype, progress: Progress | None = None):
@@ -42,7 +44,8 @@ class OldLogp:
             raise ValueError("rollout.old_logp=engine leaves loss.mismatch nothing to correct: auto or recompute")
         exact = dtype in (torch.float32, torch.float64)
         wary = rollout.engine == "vllm" or (not exact and loss.level != "token")
-        self.always = setting == "recompute" or loss.needs_sampler or (setting == "auto" and wary)
+        rounded = rollout.cache_dtype != "auto"
+        self.always = setting == "recompute" or loss.needs_sampler or rounded or (setting == "auto" and wary)
         self.never = not self.always and (setting == "engine" or exact)
 
     @property

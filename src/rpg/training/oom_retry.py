@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from ..costs.memory import available_bytes, can_recompute, choose, slots_for
+from ..costs.devices import host_memory
+from ..costs.memory import Layout, available_bytes, can_recompute, choose, lay_out, smallest
 from ..distributed.context import QUIET, RunContext
 from ..distributed.ranks import ALONE, World
 from ..models.policy import Policy
@@ -23,6 +23,12 @@ WHOLE = 2**62  # tokens of a micro-batch that is all of the optimiser step
 
 class DoesNotFit(torch.OutOfMemoryError):
     """One sequence at a time, activations recomputed where they can be, and still out of memory."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the device is out of memory: a single sequence does not fit. Lower rollout.max_new_tokens or "
+            "max_prompt_tokens, train an adapter (--peft.method lora), or take more GPUs"
+        )
 
 
 class OomRetry:
@@ -96,9 +102,10 @@ class OomRetry:
         self.tokens, self.recompute, self.released = state["tokens"], state["recompute"], state["released"]
 
 
-def pick_slots(policy: Policy, config: Config, held: bool, trained: bool = True, world: World = ALONE) -> int:
-    """The smallest number of all ranks'. ``held``: a copy of the model will be."""
-    return min(world.gather(slots_for(policy.model, config, available_bytes(policy.device), held, trained, world)))
+def pick_layout(policy: Policy, config: Config, held: bool, trained: bool = True, world: World = ALONE) -> Layout:
+    """What all ranks have room for. ``held``: a copy of the model will be."""
+    available, host = available_bytes(policy.device), host_memory() // world.size
+    return smallest(world.gather(lay_out(policy.model, config, available, held, trained, world, host)))
 
 
 def make_oom_retry(
@@ -107,16 +114,17 @@ def make_oom_retry(
     held: bool = False,
     release: Callable[[], None] | None = None,
     context: RunContext = QUIET,
+    layout: Layout | None = None,
 ) -> OomRetry:
     """As the settings say; what they leave open is chosen from the GPU's memory, the smallest of all ranks'.
 
-    ``held``: a copy of the model will be, as reference.
+    ``held``: a copy of the model will be, as reference; ``layout``: as it was picked, None: as it would be.
     """
     optim, world, able = config.optim, context.world, can_recompute(policy.model)
     if optim.recompute and not able:
         raise ValueError(f"optim.recompute: {type(policy.model).__name__} has no layers that can be recomputed")
-    config = replace(config, rollout=replace(config.rollout, slots=pick_slots(policy, config, held, world=world)))
+    layout = pick_layout(policy, config, held, world=world) if layout is None else layout
     bytes_of_ranks = [number for number in world.gather(available_bytes(policy.device)) if number is not None]
     available = min(bytes_of_ranks, default=None)
-    tokens, recompute = choose(policy.model, config, available, held, logits=not policy.apart, world=world)
+    tokens, recompute = choose(policy.model, config, layout, available, held, not policy.apart, world)
     return OomRetry(tokens, recompute, optim.recompute is None and able, release, policy.packs, context)

@@ -22,6 +22,7 @@ EMBEDDING = re.compile(r"embed|\bw[tp]e\b")
 FLOOR = 0.1  # of the learning rate, at the last step of a schedule
 EPS = 1e-8
 HALF = (torch.bfloat16, torch.float16)
+State = tuple[Parameter, str]  # a master, and what is held for it
 
 
 def make_optimizer(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> MixedOptimizer:
@@ -80,6 +81,17 @@ class MixedOptimizer:
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Its moments; empty before its first step."""
         return self.optimizer.state.get(self.masters[parameter]) or {}
+
+    def idle_in_sampling(self) -> dict[State, Tensor]:
+        """What only training needs: masters, where the model has weights of its own, and moments."""
+        rounded = {master for _, master in self._rounded}
+        held: dict[State, Tensor] = {}
+        for master in self.masters.values():
+            if master in rounded:
+                held[master, "master"] = master
+            state = self.optimizer.state.get(master) or {}
+            held |= {(master, key): x for key, x in state.items() if isinstance(x, Tensor) and x.dim()}
+        return held
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -205,17 +217,19 @@ class ScheduleFreeAdamW(Optimizer):
     def averaged(self, params: Iterable[Tensor]) -> list[Tensor]:
         """x of each parameter, as new tensors."""
         beta = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
-        return [self._average(p, beta[p]) for p in params]
+        return [self._average(p, beta[p], p.device) for p in params]
 
-    def _average(self, p: Tensor, beta: float) -> Tensor:
-        return p.lerp(self.state[p]["z"], 1 - 1 / beta) if self.state.get(p) else p.clone()
+    def _average(self, p: Tensor, beta: float, device: torch.device) -> Tensor:
+        """Computed on ``device``, wherever the state lies."""
+        here = p.to(device)
+        return here.lerp(self.state[p]["z"].to(device), 1 - 1 / beta) if self.state.get(p) else here.clone()
 
     @torch.no_grad()
     def put_average(self, masters: Mapping[Tensor, Parameter]) -> None:
         """x into each parameter, where ``masters`` are those that are stepped: one at a time, for the memory."""
         beta = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
         for p, master in masters.items():
-            local(p).copy_(self._average(master, beta[master]))
+            local(p).copy_(self._average(master, beta[master], local(p).device))
 
 
 @contextlib.contextmanager

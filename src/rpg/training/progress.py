@@ -1,16 +1,24 @@
-"""How far a run has got: the numbers that training changes, and that its checkpoints keep in ``state.json``."""
+"""How far a run has got: the numbers that its checkpoints keep in ``state.json``, and summary.json made of them."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+from .. import __version__
 from ..console import describe
+from ..models.policy import Policy
+from ..run.config import Config
+from .phases import gpu_peak_memory_gb, peak_memory_gb
 
 
 @dataclass
@@ -73,3 +81,78 @@ def read_from(folder: Path) -> Iterator[None]:
             f"{folder} is of another version of rpg: its state.json cannot be read ({describe(error)}); "
             "resume with that version, or start a new run from its model/"
         ) from error
+
+
+# ---- summary.json ----------------------------------------------------------------------------------------------------
+
+
+def summarise(
+    config: Config,
+    folder: Path,
+    task: str,
+    sets: Iterable[str],
+    policy: Policy,
+    progress: Progress,
+    status: str,
+    message: str,
+    stopped_by: str | None,
+) -> dict[str, Any]:
+    """``folder`` is the run's; ``sets`` are those that it is evaluated on; ``stopped_by``: a signal, or its minutes."""
+    summary: dict[str, Any] = {
+        "name": folder.name,
+        "folder": str(folder),
+        "algorithm": config.algorithm,
+        "model": config.model,
+        "parameters": sum(p.numel() for p in policy.model.parameters()),
+        "task": task,
+        "seed": config.seed,
+        "device": str(policy.device),
+        "steps": config.steps,
+        "step": progress.step,
+        "status": status,
+        "message": message,
+        "stopped_by": stopped_by,
+        "started": progress.started,
+        "seconds": progress.total_seconds(),
+        "tokens_total": progress.tokens_total,
+        "peak_memory_gb": peak_memory_gb(),
+        "peak_gpu_memory_gb": gpu_peak_memory_gb(policy.device),
+        "reward_failures": progress.cursor.failures,
+        "eval": {},
+        "versions": {
+            "rpg": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    for name in sets:
+        scores = [{"step": e["step"], **e["sets"][name]} for e in progress.evals if name in e["sets"]]
+        if not scores:
+            continue
+        last, best = scores[-1], best_of(scores)
+        summary["eval"][name] = {
+            "metric": f"mean@{config.eval.k}",
+            "first": scores[0]["mean"],
+            "last": last["mean"],
+            "last_step": last["step"],
+            "last_low": last["low"],
+            "last_high": last["high"],
+            "best": best["mean"],
+            "best_step": best["step"],
+        }
+    return summary
+
+
+def best_of(evals: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best evaluation; of equals the latest."""
+    return max(evals, key=lambda e: (e["mean"], e["step"]))
+
+
+def starvation(steps: int, unequal: str, failed: str | None) -> str:
+    """Why a run without a signal ends; ``failed`` is what is wrong with the reward functions, if anything is."""
+    why = failed or (
+        "If all are solved the task is done; if none are, it is too hard for this model: try easier problems, more "
+        "rollout.samples or a higher rollout.temperature"
+    )
+    return f"for {steps} steps no group had {unequal}, so there is nothing to learn. {why}"

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 from ..console import first_line, one_of
+from ..costs.memory import Layout
 from ..distributed.context import QUIET, RunContext
 from ..distributed.ranks import NO_GPU, named_device
 from ..loss.advantages import GROUP_KINDS, Advantage
@@ -305,13 +307,16 @@ def unasked(task: Task, config: Config) -> Iterator[str]:
 # ---- engine, device --------------------------------------------------------------------------------------------------
 
 
-def make_engine(policy: Policy, config: Config, slots: int, context: RunContext = QUIET) -> Engine:
-    """``slots`` sequences are sampled at the same time, on every rank."""
-    rollout, ends = config.rollout, policy.end_ids(config.rollout.end_tokens)
+def make_engine(policy: Policy, config: Config, layout: Layout, context: RunContext = QUIET) -> Engine:
+    """As many sequences are sampled at the same time as ``layout`` says, on every rank."""
+    rollout, ends, slots = config.rollout, policy.end_ids(config.rollout.end_tokens), layout.slots
     if rollout.engine == "native":
         if rollout.vllm:
             context.warn(f"rollout.vllm.{next(iter(rollout.vllm))} has no effect: rollout.engine is native")
-        return NativeEngine(policy.model, policy.tokenizer, slots, context.warn, end_ids=ends)
+        cache: dict[str, Any] = {} if layout.cache_tokens is None else {"cache_tokens": layout.cache_tokens}
+        if rollout.cache_dtype == "fp8":
+            cache["cache_dtype"] = torch.float8_e4m3fn
+        return NativeEngine(policy.model, policy.tokenizer, slots, context.warn, end_ids=ends, **cache)
     if context.world.sharded:
         raise ValueError("rollout.engine=vllm does not run under torchrun: take native, or see docs/engines.md")
     from ..rollout.vllm import VllmEngine

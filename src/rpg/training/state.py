@@ -57,6 +57,7 @@ FREE = (
     "optim.max_grad_norm",
     "optim.micro_tokens",
     "optim.recompute",
+    "optim.offload",
     "rollout.slots",
 )
 FELT = ("optim.", "rollout.", "eval.")  # of these, what makes other numbers: a change is said
@@ -112,7 +113,7 @@ class RunState:
         load_optimizer(self.optimizer, named, checkpoint.tensors("optimizer"))
         tensors = checkpoint.tensors("reference") if state["reference"]["held"] else {}
         self.reference.load(state["reference"], tensors)
-        sizes, now = ("optim.micro_tokens", "optim.recompute"), _as_json(flat(self.config))
+        sizes, now = ("optim.micro_tokens", "optim.recompute", "optim.offload"), _as_json(flat(self.config))
         if all(state["config"].get(key) == now.get(key) for key in sizes):  # else as it is set now
             self.oom_retry.load(state["room"])
 

@@ -1,0 +1,30 @@
+"""A plan of a run whose sampling and training each have the device for themselves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rpg.plan.plan import plan
+from rpg.run.config import Config
+from rpg.run.settings import build
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_papers_8k_recipe():
+    """On one H200, before phases were told apart: 27 responses at a time, and 120 days."""
+    config = build(Config, file=ROOT / "recipes" / "paper" / "qwen3-4b-8k" / "rpg-reinforce-urkl.yaml")
+    found = plan(config, "h200")
+    assert found.fits
+    assert found.layout.slots >= 100
+    assert found.middle.seconds.offload == pytest.approx(2 * 12 * found.parameters / 50e9 + 5 * 36 * 4e-3)
+    assert found.middle.seconds.step > found.middle.seconds.rollout + found.middle.seconds.train
+    stays = plan(replace(config, optim=replace(config.optim, offload=False)), "h200")
+    assert stays.layout == found.otherwise
+    assert stays.middle.seconds.offload == 0
+    assert found.middle.run < stays.middle.run < 120 * 86400
+    rounded = plan(replace(config, rollout=replace(config.rollout, cache_dtype="fp8")), "h200")
+    assert rounded.layout.slots > 2 * found.layout.slots
+    assert rounded.middle.run < 120 * 86400 / 2
+    assert rounded.middle.seconds.logp > found.middle.seconds.logp == 0  # computed again
