@@ -174,7 +174,13 @@ def test_sharding_changes_no_bit(launcher: Launcher, tmp_path: Path) -> None:
 
 def test_many_architectures_and_every_preset(launcher: Launcher) -> None:
     """Tied and scaled heads, windows, biases, recomputed layers, an adapter; a clip that is fitted: see the file."""
-    job = launcher.start(Path(__file__).with_name("sharding_check.py")).wait(120)
+    check = Path(__file__).with_name("sharding_check.py")
+    job = launcher.start(check).wait(240)
+    if (
+        -signal.SIGSEGV in job.codes
+    ):  # torch, once in some hundred runs on a busy machine; what is wrong here is so twice
+        sys.stderr.write(job.text)
+        job = launcher.start(check).wait(240)
     assert job.codes == [0, 0], job.text
     assert all("the same" in text for text in job.out)
 

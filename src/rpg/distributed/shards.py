@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.custom_attention import configs_of
@@ -52,11 +53,29 @@ def cut(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def whole_of(x: Tensor) -> Tensor:
+    """Of all ranks' parts, in one all-gather that has ended when this returns. All ranks have to call it.
+
+    DTensor's own `full_tensor` gathers in the background by way of a registry of works, in which a rank on a CPU was
+    once seen to crash.
+    """
+    if not is_sharded(x):
+        return x
+    mesh, mine = x.device_mesh, local(x)  # type: ignore[attr-defined]
+    rows = -(-x.shape[0] // mesh.size())  # of a part; the last ones may have fewer
+    padded = mine.new_zeros(rows, *x.shape[1:])
+    padded[: len(mine)] = mine
+    whole = mine.new_empty(rows * mesh.size(), *x.shape[1:])
+    dist.all_gather(list(whole.split(rows)), padded, mesh.get_group())
+    return whole[: x.shape[0]]
+
+
+@torch.no_grad()
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Whole tensors, one after the other, on the CPU of the ranks that ``keep`` them. All ranks have to call it."""
     wholes: dict[str, Tensor] = {}
     for name, x in tensors.items():
-        whole = x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
+        whole = whole_of(x)
         if keep:
             wholes[name] = whole.cpu()
     return wholes
@@ -133,7 +152,7 @@ class ShardedPolicy(Policy):
         """The trained weights into the policy that is whole, one after the other."""
         for (name, shard), (whole_name, whole) in zip(self.parameters(), policy.parameters(), strict=True):
             assert name == whole_name
-            whole.copy_(shard.full_tensor())  # type: ignore[attr-defined]
+            whole.copy_(whole_of(shard))
 
     def save(self, folder: Any) -> None:
         raise NotImplementedError("the whole policy is what is saved")
