@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -88,6 +89,23 @@ class SlotCache:
         for store in (*self.keys, *self.values):
             store[target_M, :, : self.longest] = store[source_M, :, : self.longest]
 
+    def copy(self, row: int, length: int) -> list[Tensor]:
+        """What this row holds, on the host: keys and values of every layer in turn."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return [store[row, :, :length].to("cpu", copy=True) for pair in pairs for store in pair]
+
+    def put(self, row: int, copies: Sequence[Tensor], live: int) -> None:
+        """What was copied, into this row; ``live`` rows stay as they are."""
+        length = copies[0].shape[1]
+        if not self.keys:
+            for stores, some in ((self.keys, copies[::2]), (self.values, copies[1::2])):
+                shape = self.slots, some[0].shape[0], self._room(length), some[0].shape[2]
+                stores += [copy.new_zeros(shape, device=self.position_A.device) for copy in some]
+        self._grow(length, live, self.slots)
+        for stores, some in ((self.keys, copies[::2]), (self.values, copies[1::2])):
+            for store, copy in zip(stores, some, strict=True):
+                store[row, :, :length] = copy.to(store.device)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self.read is not None else self.longest
 
@@ -145,10 +163,11 @@ class EagerBatch:
         seed: int,
         slots: int,
     ):
-        self.model, self.prompts, self.n, self.sampling = model, prompts, n, sampling
+        self.model, self.n, self.sampling = model, n, sampling
+        self.prompts = list(prompts)
         self.device = model.device
         total = len(prompts) * n
-        self.cache = SlotCache(slots, max(map(len, prompts)) + sampling.max_new_tokens)
+        self.cache = SlotCache(slots, max(map(len, prompts), default=0) + sampling.max_new_tokens)
         self.cache.position_A = self._tensor([])
         self.ends = self._tensor(end_ids)
         self.uniform = uniform_table(seed, prompts, n, sampling.max_new_tokens).to(self.device)
@@ -158,8 +177,9 @@ class EagerBatch:
         self.ended = torch.zeros(total, dtype=torch.bool, device=self.device)
         self.kept = KeptStore(total, sampling.max_new_tokens, self.device) if sampling.gives_kept else None
         self.request_A = self._tensor([])  # which request each live row works on
-        self.next = 0  # the next request to be admitted
+        self.queue = deque(range(total))  # requests that are still to be admitted
         self.done = 0
+        self.steps = self.row_steps = 0  # decoding steps, and those of all rows
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         with attending(self.model, self.cache):
@@ -186,18 +206,16 @@ class EagerBatch:
 
     def _refill(self) -> None:
         """Admit requests, when enough slots are free to be worth a pass over their prompts."""
-        total, slots, live = len(self.prompts) * self.n, self.cache.slots, len(self.request_A)
-        while self.next < total and (live == 0 or slots - live >= max(1, slots // 8)):
-            count = min(slots - live, total - self.next)
-            requests = range(self.next, self.next + count)
-            self.next += count
-            first = requests[0] // self.n
-            chosen = [self.prompts[i] for i in range(first, requests[-1] // self.n + 1)]
+        slots, live = self.cache.slots, len(self.request_A)
+        while self.queue and (live == 0 or slots - live >= max(1, slots // 8)):
+            requests = [self.queue.popleft() for _ in range(min(slots - live, len(self.queue)))]
+            place = {i: k for k, i in enumerate(dict.fromkeys(r // self.n for r in requests))}
+            chosen = [self.prompts[i] for i in place]
             logits = self._read(chosen)
-            which = self._tensor([r // self.n - first for r in requests])
+            which = self._tensor([place[r // self.n] for r in requests])
             self.cache.admit(live, which)
             lengths = self._tensor([len(prompt) for prompt in chosen])[which]
-            self.request_A = torch.cat([self.request_A, self._tensor(list(requests))])
+            self.request_A = torch.cat([self.request_A, self._tensor(requests)])
             self.cache.position_A = torch.cat([self.cache.position_A, lengths])
             self._draw(logits[which], slice(live, None))
             live = len(self.request_A)
@@ -221,10 +239,14 @@ class EagerBatch:
         """One more token for every live row."""
         if len(self.request_A):
             ids = self.tokens[self.request_A, self.length[self.request_A] - 1]
-            self.cache.advance(more=self.next < len(self.prompts) * self.n)
+            self.steps, self.row_steps = self.steps + 1, self.row_steps + len(self.request_A)
+            self.cache.advance(more=self._more_to_come())
             logits = self._forward(ids[:, None], self.cache.position_A[:, None])
             self.cache.position_A = self.cache.position_A + 1
             self._draw(logits, slice(None))
+
+    def _more_to_come(self) -> bool:
+        return bool(self.queue)
 
     def _draw(self, logits: Tensor, rows: slice) -> None:
         """Sample the next token of some live rows; rows that are through make room."""
@@ -241,10 +263,13 @@ class EagerBatch:
         self.ended[request] = ended
         over = ended | (self.length[request] == sampling.max_new_tokens)
         if bool(over.any()):
-            self.done += int(over.sum())
+            self._note_done(request[over])
             live = torch.ones_like(self.request_A, dtype=torch.bool)
             live[rows] = ~over
             self._compact(live)
+
+    def _note_done(self, request_M: Tensor) -> None:
+        self.done += len(request_M)
 
     def _compact(self, live_A: Tensor) -> None:
         """The last live rows move into the gaps, so that live rows stay together at the front."""

@@ -65,6 +65,7 @@ class Rollout:
     logp: list[float]
     finished: bool  # ended by an end token, not by the limit
     kept: KeptIds | None = None  # what each could be drawn from, where sampling was truncated and this was asked for
+    versions: list[int] | None = None  # of the weights that drew each token, where they may differ
 
 
 def nothing_to_sample(prompts: Sequence[Sequence[int]], n: int) -> bool:

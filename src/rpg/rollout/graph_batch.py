@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
@@ -35,13 +36,10 @@ class GraphBatch:
         sampling: Sampling,
         seed: int,
     ):
-        self.decoder, self.prompts, self.n, self.sampling = decoder, prompts, n, sampling
+        self.decoder, self.n, self.sampling = decoder, n, sampling
+        self.prompts = list(prompts)
         device, total = decoder.model.device, len(prompts) * n
-        slots = min(decoder.slots, buckets(total))
-        rows = min(len(prompts), 2 * -(-slots // n) + 8, slots)
-        longest = max(decoder.longest_prompt, *map(len, prompts))
-        self.buffers = decoder.prepare(slots, rows, longest, sampling.max_new_tokens)
-        b = self.buffers
+        self.buffers = b = decoder.prepare(*self._sizes(), sampling.max_new_tokens)
         b.state_5S.fill_(DEAD)
         b.pages.reset()
         b.limit_1.fill_(sampling.max_new_tokens)
@@ -64,12 +62,20 @@ class GraphBatch:
         self.waiting: list[SetBack] = []  # for pages
         self.prompt_row: dict[int, int] = {}  # of each prompt that is in the cache
         self.free_prompts = list(range(b.prompts))[::-1]
-        self.left = [n] * len(prompts)  # samples of each prompt that are not done
-        self.pending: Tensor | None = None  # logits after a prompt some of whose samples are still to be begun
-        self.next = self.done = self.set_back = 0
+        self.undone = [n] * len(prompts)  # samples of each prompt that are not done
+        self.pending: dict[int, Tensor] = {}  # logits after the prompt that was read last, of which more may be begun
+        self.queue = deque(range(total))  # requests that are still to be begun
+        self.done = self.set_back = 0
+        self.steps = self.row_steps = 0  # decoding steps, and those of all rows
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Slots, prompts in the cache at the same time, and the longest of them."""
+        slots = min(self.decoder.slots, buckets(len(self.prompts) * self.n))
+        rows = min(len(self.prompts), 2 * -(-slots // self.n) + 8, slots)
+        return slots, rows, max(self.decoder.longest_prompt, *map(len, self.prompts))
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
-        prefill, decode, steps = 0.0, 0.0, 0
+        prefill = decode = 0.0
         with attending(self.decoder.model, self.buffers), merging():
             while self.done < len(self.slot):
                 begin = perf_counter()
@@ -78,20 +84,24 @@ class GraphBatch:
                     prefill += perf_counter() - begin
                     begin = perf_counter()
                 if self.live:
-                    count = min(LOOK_EVERY, self.sampling.max_new_tokens - 1 - min(self.age))
-                    self._take_pages(count)
-                    rows = min(buckets(len(self.live)), self.buffers.slots)
-                    for _ in range(count):
-                        self.decoder.step(rows, self.sampling)
-                    self.age = [age + count for age in self.age]
-                    steps += count
-                    self._look()
+                    self._decode()
                     decode += perf_counter() - begin
                 if progress is not None:
                     progress(self.done)
         if self.buffers.kept is not None and self.kept is not None:
             self.buffers.kept.spill(self.kept, last=True)
-        self.decoder.timing = Timing(prefill, decode, steps, self.set_back)
+        self.decoder.timing = Timing(prefill, decode, self.steps, self.set_back)
+
+    def _decode(self) -> None:
+        """A few steps of all live rows, and a look at who is done."""
+        count = min(LOOK_EVERY, self.sampling.max_new_tokens - 1 - min(self.age))
+        self._take_pages(count)
+        rows = min(buckets(len(self.live)), self.buffers.slots)
+        self.steps, self.row_steps = self.steps + count, self.row_steps + count * len(self.live)
+        for _ in range(count):
+            self.decoder.step(rows, self.sampling)
+        self.age = [age + count for age in self.age]
+        self._look()
 
     # ---- who comes ---------------------------------------------------------------------------------------------------
 
@@ -99,15 +109,15 @@ class GraphBatch:
         """Begin requests, when enough slots are free to be worth a pass over their prompts. Those set back go first."""
         if self.waiting:
             return self._resume()
-        if self.next == len(self.slot) or (self.live and len(self.free) < max(1, self.buffers.slots // 8)):
+        if not self.queue or (self.live and len(self.free) < max(1, self.buffers.slots // 8)):
             return False
         requests: list[int] = []
         fresh: list[int] = []
         pages, longest = self.buffers.pages, self.sampling.max_new_tokens
         spare = len(pages.free) - len(self.live)  # when every live row has taken one more
         held = pages.prompt_pages + pages.needed(longest)  # when all but one row are set back
-        while len(requests) < len(self.free) and self.next < len(self.slot):
-            prompt = self.next // self.n
+        while len(requests) < len(self.free) and self.queue:
+            prompt = self.queue[0] // self.n
             size = 0 if prompt in self.prompt_row else pages.needed(len(self.prompts[prompt]))
             if spare < size + 1 and (requests or self.live):
                 break
@@ -115,24 +125,24 @@ class GraphBatch:
                 if not self.free_prompts or held + size > pages.count:
                     break
                 self.prompt_row[prompt] = self.free_prompts.pop()
+            if prompt not in self.pending and prompt not in fresh[-1:]:
                 fresh.append(prompt)
             spare, held = spare - size - 1, held + size
-            requests.append(self.next)
-            self.next += 1
+            requests.append(self.queue.popleft())
         rows = [self.prompt_row[i] for i in fresh]
         pages.extend(pages.prompts, rows, [len(self.prompts[i]) for i in fresh])
-        waiting = [r for r in requests if not fresh or r // self.n < fresh[0]]
+        waiting = [r for r in requests if r // self.n in self.pending]
         if waiting:
-            assert self.pending is not None
-            self._begin(waiting, self.pending.expand(len(waiting), -1))
+            self._begin(waiting, self.pending[waiting[0] // self.n].expand(len(waiting), -1))
         for chunk in self._chunks(fresh):
             logits = self.decoder.read([self.prompts[i] for i in chunk], [self.prompt_row[i] for i in chunk])
-            begun = [r for r in requests if chunk[0] <= r // self.n <= chunk[-1]]
+            place = {prompt: k for k, prompt in enumerate(chunk)}
+            begun = [r for r in requests if r // self.n in place]
             for i in range(0, len(begun), FIRST_ROWS):
                 some = begun[i : i + FIRST_ROWS]
-                which = torch.tensor([r // self.n - chunk[0] for r in some], device=logits.device)
+                which = torch.tensor([place[r // self.n] for r in some], device=logits.device)
                 self._begin(some, logits[which])
-            self.pending = logits[-1:].clone()
+            self.pending = {chunk[-1]: logits[-1:].clone()}
         return bool(requests)
 
     def _chunks(self, prompts: Sequence[int]) -> Iterator[list[int]]:
@@ -239,13 +249,16 @@ class GraphBatch:
         for r in done:
             self.free.append(self.slot[r])
             b.pages.drop(b.pages.slots, self.slot[r])
-            self.left[r // self.n] -= 1
-            if not self.left[r // self.n]:
+            self.undone[r // self.n] -= 1
+            if not self.undone[r // self.n]:
                 row = self.prompt_row.pop(r // self.n)
                 b.pages.drop(b.pages.prompts, row)
                 self.free_prompts.append(row)
-        self.done += len(done)
+        self._note_done(done)
         self._keep([row for row, lives in enumerate(alive) if lives])
+
+    def _note_done(self, requests: Sequence[int]) -> None:
+        self.done += len(requests)
 
     def _keep(self, rows: Sequence[int]) -> None:
         """These live rows go on, close together."""

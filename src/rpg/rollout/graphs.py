@@ -19,7 +19,7 @@ from torch import Tensor
 from ..console import first_line
 from ..kernels.decode import PAGE
 from ..kernels.logp import head_logits
-from ..kernels.packed import pack
+from ..kernels.packed import Packing, pack
 from ..kernels.sample import fused_sample
 from ..kernels.step import begin_step, end_step
 from .attention import logits_after
@@ -152,10 +152,38 @@ class GraphDecoder:
         packing = pack(length_P, torch.ones_like(ids_PL[:, :1]), width)  # each with one token to come
         row_N, pages = torch.tensor(rows, device=device)[packing.token_N // width], b.pages
         b.page_N = pages.prompts.page_RM[row_N, packing.position_N // pages.page].long()
-        b.place_N, b.reading = packing.position_N % pages.page, packing
-        ids_1N = ids_PL.flatten()[packing.token_N][None]
+        b.place_N = packing.position_N % pages.page
+        return self._read(ids_PL, packing, packing.state_R)
+
+    def read_again(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], rows: Sequence[tuple[int, int]]
+    ) -> None:
+        """Prompts and the tokens of responses to them, in one pass, into these rows of prompts and slots."""
+        b, device = self.buffers, self.model.device
+        assert b is not None
+        width = max(len(prompt) + len(tokens) for prompt, tokens in sequences)
+        longest = max(len(tokens) for _, tokens in sequences)
+        ids = [[*prompt, *tokens, *[0] * (width - len(prompt) - len(tokens))] for prompt, tokens in sequences]
+        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for _, tokens in sequences]
+        ids_BL, mask_BT = torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+        start_B = torch.tensor([len(prompt) for prompt, _ in sequences], device=device)
+        prompt_B, slot_B = torch.tensor(rows, device=device).T
+        packing, pages = pack(start_B, mask_BT, width, prompt_B), b.pages
+        row_N, position_N = packing.token_N // width, packing.position_N
+        after_N = position_N - start_B[row_N]  # in the response
+        of_prompt_N = pages.prompts.page_RM[prompt_B[row_N], position_N.clamp(max=b.prompt_room - 1) // pages.page]
+        of_slot_N = pages.slots.page_RM[slot_B[row_N], after_N.clamp(min=0) // pages.page]
+        b.page_N = torch.where(after_N < 0, of_prompt_N, of_slot_N).long()
+        b.place_N = torch.where(after_N < 0, position_N, after_N) % pages.page
+        self._read(ids_BL, packing, packing.state_R[:1])
+
+    def _read(self, ids: Tensor, packing: Packing, last_R: Tensor) -> Tensor:
+        """Into the pages that were named; the logits at these places of the pack."""
+        b = self.buffers
+        assert b is not None
+        b.reading = packing
         try:
-            logits = self._logits(ids_1N, packing.position_N[None], packing.state_R)
+            logits = self._logits(ids.flatten()[packing.token_N][None], packing.position_N[None], last_R)
         finally:
             b.reading = None
         if not b.layers:

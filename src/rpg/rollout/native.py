@@ -20,10 +20,12 @@ from ..models.architecture import head_is_linear
 from ..models.loading import end_ids_of
 from .eager import EagerBatch
 from .engine import Rollout, Sampling, nothing_to_sample
+from .flight import Feed, Underway
 from .graph_batch import GraphBatch
 from .graphs import GraphDecoder, Timing
 from .self_check import check_engine
 from .slots import END_ROOM
+from .stream import EagerStream, GraphStream, Outgrown
 
 
 class NativeEngine:
@@ -48,6 +50,7 @@ class NativeEngine:
         cache_dtype: torch.dtype | None = None,
     ):
         self.model, self.slots, self.warn = model, slots, warn
+        self.busy = 0.0  # share of the slots' time that was decoding, in the last call
         self.end_ids = sorted(set(end_ids_of(tokenizer, model.generation_config) if end_ids is None else end_ids))
         if not self.end_ids:
             raise ValueError("the model has no end token: neither its tokenizer nor its generation config names one")
@@ -131,17 +134,65 @@ class NativeEngine:
                 if self.slots == 1:
                     raise
             # outside of the except clause: the error's traceback holds the tensors that have to go
-            self.release()
-            self.slots = min(self.slots, n * len(prompt_ids)) // 2 or 1
-            if self.decoder is not None and self.decoder.cache_tokens is not None:
-                self.decoder.cache_tokens //= 2
-            self.warn(f"out of memory: sampling with {self.slots} slots from here on")
+            self._halve(min(self.slots, n * len(prompt_ids)))
+
+    def _halve(self, slots: int) -> None:
+        """Of ``slots``, which were too many."""
+        self.release()
+        self.slots = slots // 2 or 1
+        if self.decoder is not None and self.decoder.cache_tokens is not None:
+            self.decoder.cache_tokens //= 2
+        self.warn(f"out of memory: sampling with {self.slots} slots from here on")
 
     @torch.inference_mode()
     def stream(self, prompt: Sequence[int], sampling: Sampling, seed: int = 0) -> Iterator[int]:
         """One response, token by token: the tokens that ``generate`` gives, the end token among them."""
         if not nothing_to_sample([prompt], 1):
             yield from EagerBatch(self.model, self.end_ids, [prompt], 1, sampling, seed, 1).stream()
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        groups: Sequence[Underway],
+        n: int,
+        sampling: Sampling,
+        feed: Feed,
+        version: int = 0,
+        keep_cache: bool = False,
+        longest_prompt: int = 0,
+    ) -> list[Underway]:
+        """Go on with ``groups``, and with what ``feed`` gives as others end, until it says to stop; what is under way
+        then. Tokens are drawn from the weights as they are now, and are marked with ``version``.
+
+        Keys and values of earlier weights are computed anew, unless they come along: with ``keep_cache`` they do, from
+        call to call. Out of memory: goes on with half the slots. See flight.py.
+        """
+        if not sampling.whole:
+            raise ValueError("responses under way need top_p 1, top_k 0, min_p 0 and a temperature above 0")
+        groups = list(groups)
+        while True:
+            batch = self._stream(n, sampling, version, longest_prompt)
+            try:
+                with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
+                    batch.go_on(groups, feed)
+                    self.busy = batch.row_steps / max(1, batch.steps * self.slots)
+                    return batch.left(keep_cache)
+            except Outgrown:
+                groups = batch.left()
+                longest_prompt = max(len(group.prompt) for group in groups)
+                continue
+            except torch.OutOfMemoryError:
+                if self.slots == 1:
+                    raise
+                groups = batch.left()
+            del batch
+            self._halve(self.slots)
+
+    def _stream(self, n: int, sampling: Sampling, version: int, longest: int) -> EagerStream | GraphStream:
+        if self.decoder is None:
+            return EagerStream(self.model, self.end_ids, n, sampling, self.slots, longest, version)
+        self.decoder.slots = self.slots
+        return GraphStream(self.decoder, self.end_ids, n, sampling, longest, version)
 
     @torch.inference_mode()
     def _generate(
@@ -163,4 +214,5 @@ class NativeEngine:
                 self.decoder.slots = slots
                 batch = GraphBatch(self.decoder, end_ids, prompts, n, sampling, seed)
             batch.run(progress)
+            self.busy = batch.row_steps / max(1, batch.steps * slots)
             return batch.rollouts()

@@ -1,0 +1,65 @@
+"""Responses that are under way: what an engine leaves when it is stopped in the middle, and goes on from.
+
+All of it is on the host, and the engine keeps nothing beside it. So weights may change in between, others may use the
+engine, and a checkpoint can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .engine import NotFinite, Rollout
+
+
+@dataclass
+class Part:
+    """One response, as far as it has got."""
+
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)  # what each token was drawn with
+    versions: list[int] = field(default_factory=list)  # of the weights that drew it
+    ended: bool = False  # by an end token
+    over: bool = False
+    cache: list[Tensor] = field(default_factory=list)
+    """keys and values of all its tokens but the newest, where those of earlier weights are kept"""
+
+    def drawn(self, tokens: list[int], logp: list[float], version: int, ended: bool, over: bool) -> None:
+        """What it is now; the tokens that are new are of this version of the weights."""
+        if not all(map(_finite, logp)):
+            raise NotFinite
+        self.versions += [version] * (len(tokens) - len(self.tokens))
+        self.tokens, self.logp, self.ended, self.over, self.cache = tokens, logp, ended, over, []
+
+
+@dataclass
+class Underway:
+    """A group: the responses to one prompt. ``number`` is its owner's; ``seed`` decides its tokens."""
+
+    number: int
+    prompt: list[int]
+    seed: int
+    parts: list[Part]
+    cache: list[Tensor] = field(default_factory=list)  # of the prompt, where it is kept apart from the responses'
+
+    @classmethod
+    def begin(cls, number: int, prompt: Sequence[int], seed: int, n: int) -> Underway:
+        return cls(number, list(prompt), seed, [Part() for _ in range(n)])
+
+    @property
+    def over(self) -> bool:
+        return all(part.over for part in self.parts)
+
+    def rollouts(self) -> list[Rollout]:
+        return [Rollout(part.tokens, part.logp, part.ended, versions=part.versions) for part in self.parts]
+
+
+# Told which groups are over, and how many are not: gives groups to begin, or None to stop. It is asked at the beginning
+# and whenever groups are over.
+Feed = Callable[[list[Underway], int], "list[Underway] | None"]
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0

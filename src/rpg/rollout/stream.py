@@ -1,0 +1,329 @@
+"""Decoding that goes on from responses under way, and takes new groups as others end: on any device, and on a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.merged import merging
+from ..kernels.sample_torch import uniform_table
+from .attention import attending
+from .eager import EagerBatch
+from .engine import Sampling
+from .flight import Feed, Part, Underway
+from .graph_batch import READ_TOKENS, GraphBatch
+from .graphs import GraphDecoder
+from .pages import from_host, to_host
+
+
+class Outgrown(Exception):
+    """A prompt is longer than there is room for: what is under way has to go on from larger buffers."""
+
+
+class Stream:
+    """``go_on`` with what is under way; what ``left`` gives then is under way. Request r is part r % n of group r // n.
+
+    The keys of what was under way are computed anew, from the weights as they are now, unless they come along.
+    """
+
+    n: int
+    sampling: Sampling
+    prompts: list[Sequence[int]]
+    queue: deque[int]
+    uniform: Tensor
+    tokens: Tensor
+    logp: Tensor
+    length: Tensor
+    ended: Tensor
+    steps: int
+    row_steps: int
+
+    def _open_books(self, version: int) -> None:
+        self.version = version
+        self.prompts = []
+        self.groups: list[Underway] = []
+        self.unfinished: dict[int, int] = {}  # groups that are not over: how many of their responses are not
+        self.over: list[int] = []  # groups that are, since they were last asked for
+        self.begun: deque[int] = deque()  # requests that have tokens and are to be admitted: before those of the queue
+
+    def go_on(self, groups: Sequence[Underway], feed: Feed) -> None:
+        """Until ``feed`` says to stop, or has no more to give."""
+        self._add(groups)
+        with self._within():
+            more = feed([], len(self.unfinished))
+            while more is not None:
+                self._add(more)
+                if not self.unfinished and not self.over:
+                    break
+                while not self.over:
+                    self._advance()
+                over, self.over = self.over, []
+                more = feed(self._read_back(over), len(self.unfinished))
+
+    def left(self, keep_cache: bool = False) -> list[Underway]:
+        """The groups that are not over, as far as they have got; with the keys and values of their tokens, or not."""
+        groups = self._read_back([*self.over, *self.unfinished])  # of those that are over after an error
+        if keep_cache:
+            self._copy_cache()
+            return groups
+        for group in groups:
+            group.cache = []
+            for part in group.parts:
+                part.cache = []
+        return groups
+
+    def _add(self, groups: Sequence[Underway]) -> None:
+        if not groups:
+            return
+        width, first, rows = self.sampling.max_new_tokens, len(self.groups), len(groups) * self.n
+        tables = [uniform_table(group.seed, [group.prompt], self.n, width) for group in groups]
+        self.uniform = torch.cat([self.uniform, torch.cat(tables).to(self.uniform.device)])
+        for name in ("tokens", "logp", "length", "ended"):
+            table = getattr(self, name)
+            setattr(self, name, torch.cat([table, table.new_zeros(rows, *table.shape[1:])]))
+        self.groups += groups
+        self.prompts += [group.prompt for group in groups]
+        for i, group in enumerate(groups, first):
+            if group.over:
+                self.over.append(i)
+            else:
+                self.unfinished[i] = sum(not part.over for part in group.parts)
+            for r, part in enumerate(group.parts, i * self.n):
+                if not part.over:
+                    (self.begun if part.tokens else self.queue).append(r)
+
+    def _part(self, request: int) -> Part:
+        return self.groups[request // self.n].parts[request % self.n]
+
+    def _note_done(self, requests: Sequence[int] | Tensor) -> None:
+        for r in requests if isinstance(requests, list) else requests.tolist():  # type: ignore[union-attr]
+            self._part(r).over = True
+            self.unfinished[r // self.n] -= 1
+            if not self.unfinished[r // self.n]:
+                del self.unfinished[r // self.n]
+                self.over.append(r // self.n)
+
+    def _read_back(self, places: Sequence[int]) -> list[Underway]:
+        """These groups, with what was drawn since they came."""
+        rows = self._rows([r for i in places for r in range(i * self.n, (i + 1) * self.n)])
+        for r, (tokens, logp, size) in rows.items():
+            part = self._part(r)
+            if size > len(part.tokens):
+                ended = part.over and bool(self.ended[r])
+                part.drawn(tokens[:size].tolist(), logp[:size].tolist(), self.version, ended, part.over)
+        return [self.groups[i] for i in places]
+
+    # ---- each way has its own ----------------------------------------------------------------------------------------
+
+    def _within(self) -> AbstractContextManager[Any]:
+        """While it decodes."""
+        raise NotImplementedError
+
+    def _advance(self) -> None:
+        """Admit whom there is room for, and draw more tokens."""
+        raise NotImplementedError
+
+    def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
+        """Their tokens, the log-probabilities of these, and how many there are: 0 of what is not begun, or was over
+        before."""
+        raise NotImplementedError
+
+    def _copy_cache(self) -> None:
+        """The keys and values of all responses under way, to the host."""
+        raise NotImplementedError
+
+
+class EagerStream(Stream, EagerBatch):
+    """Step by step, on any device. ``longest``: of the prompts."""
+
+    def __init__(
+        self,
+        model: Any,
+        end_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        slots: int,
+        longest: int,
+        version: int,
+    ):
+        EagerBatch.__init__(self, model, end_ids, [], n, sampling, 0, slots)
+        self._open_books(version)
+        self.room = longest
+
+    def _within(self) -> AbstractContextManager[Any]:
+        return attending(self.model, self.cache)
+
+    def _add(self, groups: Sequence[Underway]) -> None:
+        super()._add(groups)
+        self.room = max(self.room, *(len(group.prompt) for group in groups)) if groups else self.room
+        self.cache.capacity = self.room + self.sampling.max_new_tokens
+
+    def _advance(self) -> None:
+        self._enter()
+        if not self.begun:
+            self._refill()
+        if not self.over:
+            self._step()
+
+    def _more_to_come(self) -> bool:
+        return True  # groups are given on the way
+
+    def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
+        return {r: (self.tokens[r], self.logp[r], int(self.length[r])) for r in requests}
+
+    def _enter(self) -> None:
+        """Responses that have tokens go on: all of these but the newest belong into the cache."""
+        while self.begun and len(self.request_A) < self.cache.slots:
+            live, requests, longest = len(self.request_A), list[int](), 0
+            while self.begun and live + len(requests) < self.cache.slots:
+                size = self._held(self.begun[0])
+                if requests and (len(requests) + 1) * max(longest, size) > READ_TOKENS:
+                    break
+                longest = max(longest, size)
+                requests.append(self.begun.popleft())
+            if self._part(requests[0]).cache:
+                for row, r in enumerate(requests, live):
+                    self.cache.put(row, self._part(r).cache, row)
+            else:
+                parts = ((self.prompts[r // self.n], self._part(r)) for r in requests)
+                self._read([[*prompt, *part.tokens[:-1]] for prompt, part in parts])
+                self.cache.admit(live, torch.arange(len(requests), device=self.device))
+            for r in requests:
+                part, size = self._part(r), len(self._part(r).tokens)
+                self.tokens[r, :size], self.length[r] = self._tensor(part.tokens), size
+                self.logp[r, :size] = torch.tensor(part.logp, device=self.device)
+            held = self._tensor([self._held(r) for r in requests])
+            self.request_A = torch.cat([self.request_A, self._tensor(requests)])
+            self.cache.position_A = torch.cat([self.cache.position_A, held])
+
+    def _held(self, request: int) -> int:
+        """Tokens of this request that belong into the cache."""
+        return len(self.prompts[request // self.n]) + len(self._part(request).tokens) - 1
+
+    def _copy_cache(self) -> None:
+        for row, r in enumerate(self.request_A.tolist()):
+            self._part(r).cache = self.cache.copy(row, int(self.cache.position_A[row]))
+
+
+class GraphStream(Stream, GraphBatch):
+    """By replayed graphs, on a GPU."""
+
+    def __init__(
+        self, decoder: GraphDecoder, end_ids: Sequence[int], n: int, sampling: Sampling, longest: int, version: int
+    ):
+        self.longest = longest
+        GraphBatch.__init__(self, decoder, end_ids, [], n, sampling, 0)
+        self._open_books(version)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.decoder.slots, self.decoder.slots, max(self.decoder.longest_prompt, self.longest)
+
+    def _within(self) -> AbstractContextManager[Any]:
+        both = ExitStack()
+        both.enter_context(attending(self.decoder.model, self.buffers))
+        both.enter_context(merging())
+        return both
+
+    def _add(self, groups: Sequence[Underway]) -> None:
+        super()._add(groups)
+        self.slot += [-1] * len(groups) * self.n
+        self.undone += [self.unfinished.get(i, 0) for i in range(len(self.groups) - len(groups), len(self.groups))]
+        if any(len(group.prompt) > self.buffers.prompt_room for group in groups):
+            raise Outgrown
+
+    def _advance(self) -> None:
+        if self.begun and not self.waiting:
+            came = self._enter()
+        else:
+            came = self._admit()
+        if came:
+            self._look()  # some end with their first token
+        if self.live and not self.over:
+            self._decode()
+
+    def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
+        b, rows = self.buffers, {}
+        ages = dict(zip(self.live, self.age, strict=True)) | {back.request: back.age for back in self.waiting}
+        for r in requests:
+            if r in ages:
+                rows[r] = b.tokens_SR[self.slot[r]], b.logp_SR[self.slot[r]], ages[r] + 1
+            else:
+                rows[r] = self.tokens[r], self.logp[r], int(self.length[r])
+        return rows
+
+    def _enter(self) -> bool:
+        """Responses that have tokens go on: all of these but the newest belong into the cache."""
+        pages = self.buffers.pages
+        requests, tokens = list[int](), 0
+        spare, held = len(pages.free) - len(self.live), pages.prompt_pages + pages.needed(self.sampling.max_new_tokens)
+        while self.begun and self.free:
+            r = self.begun[0]
+            i, age = r // self.n, len(self._part(r).tokens) - 1
+            size = 0 if i in self.prompt_row else pages.needed(len(self.prompts[i]))
+            if (spare < size + pages.needed(age) + 1 or tokens > READ_TOKENS) and (requests or self.live):
+                break
+            if size:
+                if not self.free_prompts or held + size > pages.count:
+                    break
+                self.prompt_row[i] = self.free_prompts.pop()
+                pages.extend(pages.prompts, [self.prompt_row[i]], [len(self.prompts[i])])
+            self.slot[r] = self.free.pop()
+            pages.extend(pages.slots, [self.slot[r]], [age])
+            spare, held = spare - size - pages.needed(age) - 1, held + size
+            tokens += len(self.prompts[i]) + age
+            requests.append(self.begun.popleft())
+        if requests:
+            self._restore_cache(requests)
+            self._restore_rows(requests)
+        return bool(requests)
+
+    def _restore_cache(self, requests: Sequence[int]) -> None:
+        b, pages = self.buffers, self.buffers.pages
+        kept = [r for r in requests if self._part(r).cache]
+        if kept and not b.layers:  # they are made when a first prompt is read
+            self.decoder.read([self.prompts[kept[0] // self.n]], [self.prompt_row[kept[0] // self.n]])
+        for i in dict.fromkeys(r // self.n for r in kept):
+            if self.groups[i].cache:
+                from_host(b.layers, pages.prompts.pages[self.prompt_row[i]], self.groups[i].cache)
+        for r in kept:
+            if pages.slots.pages[self.slot[r]]:
+                from_host(b.layers, pages.slots.pages[self.slot[r]], self._part(r).cache)
+        again = [r for r in requests if r not in kept]
+        if again:
+            sequences = [(self.prompts[r // self.n], self._part(r).tokens) for r in again]
+            self.decoder.read_again(sequences, [(self.prompt_row[r // self.n], self.slot[r]) for r in again])
+
+    def _restore_rows(self, requests: Sequence[int]) -> None:
+        b, begin, width = self.buffers, len(self.live), self.uniform.shape[1]
+        columns = []
+        for r in requests:
+            part, prompt = self._part(r), self.prompts[r // self.n]
+            columns.append(
+                [self.prompt_row[r // self.n], len(prompt), self.slot[r], len(part.tokens) - 1, part.tokens[-1]]
+            )
+            b.tokens_SR[self.slot[r], : len(part.tokens)] = torch.tensor(part.tokens).to(b.tokens_SR)
+            b.logp_SR[self.slot[r], : len(part.logp)] = torch.tensor(part.logp).to(b.logp_SR)
+        b.state_5S[:, begin : begin + len(requests)] = torch.tensor(columns).T.to(b.state_5S)
+        b.uniform_SR[self._index([self.slot[r] for r in requests]), :width] = self.uniform[self._index(requests)]
+        self.live += requests
+        self.age += [len(self._part(r).tokens) - 1 for r in requests]
+
+    def _copy_cache(self) -> None:
+        b, pages = self.buffers, self.buffers.pages
+        rows = list(self.prompt_row)
+        for i, copies in zip(
+            rows, to_host(b.layers, [pages.prompts.pages[self.prompt_row[i]] for i in rows]), strict=True
+        ):
+            self.groups[i].cache = copies
+        held = [
+            pages.slots.pages[self.slot[r]][: pages.needed(age)] for r, age in zip(self.live, self.age, strict=True)
+        ]
+        for r, copies in zip(self.live, to_host(b.layers, held), strict=True):
+            self._part(r).cache = copies
+        for back in self.waiting:
+            self._part(back.request).cache = back.parts

@@ -1,0 +1,155 @@
+"""Responses that are under way when decoding stops, and go on later: the same tokens, from whichever weights are there."""
+
+from collections import deque
+
+import pytest
+import torch
+
+import tiny
+from rollout.engines import PROMPTS, engine, forward_logp
+from rpg.rollout import Sampling
+from rpg.rollout.flight import Part, Underway
+
+pytestmark = pytest.mark.usefixtures("graphs")
+N = 3
+
+
+def begin(prompts=PROMPTS, n=N):
+    return [Underway.begin(i, prompt, 100 + i, n) for i, prompt in enumerate(prompts)]
+
+
+def decode(run, groups, feed, tokens=12, **options):
+    return run.decode(groups, len(groups[0].parts) if groups else N, Sampling(tokens), feed, **options)
+
+
+def whole(run, prompts=PROMPTS, n=N, tokens=12):
+    return [run.generate([prompt], n, tokens, seed=100 + i)[0] for i, prompt in enumerate(prompts)]
+
+
+def test_streamed_responses_are_those_of_generate(llama):
+    """Few slots, groups given one by one as others end, in the order in which they end."""
+    run = engine(llama, slots=4)
+    queue, over = deque(begin()), []
+
+    def feed(done, under_way):
+        over.extend(done)
+        return [queue.popleft() for _ in range(min(len(queue), 2 - under_way))]
+
+    assert decode(run, [], feed) == []
+    assert 0.5 < run.busy <= 1
+    assert sorted(group.number for group in over) == list(range(len(PROMPTS)))
+    responses = whole(run)
+    for group in over:
+        expected = responses[group.number]
+        assert [part.tokens for part in group.parts] == [rollout.tokens for rollout in expected]
+        assert [rollout.finished for rollout in group.rollouts()] == [rollout.finished for rollout in expected]
+        for part, rollout in zip(group.parts, expected, strict=True):
+            assert part.logp == pytest.approx(rollout.logp, abs=1e-5)
+            assert part.versions == [0] * len(part.tokens)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["computed anew", "kept"])
+@pytest.mark.parametrize("slots", [4, 64])
+def test_stopped_again_and_again_it_gives_the_same(llama, keep, slots):
+    """With the weights as they were nothing changes: not even when another engine goes on, or somebody uses this one."""
+    run, groups, over, version = engine(llama, slots=slots), begin(), [], 0
+    while groups:
+        asked = []
+
+        def feed(done, under_way, asked=asked):
+            asked.append(under_way)
+            over.extend(done)
+            return None if len(asked) > 1 else []
+
+        groups = decode(run, groups, feed, tokens=40, version=version, keep_cache=keep)
+        if version % 2:
+            run.generate([[9, 9, 3]], 5, 7, seed=1)
+        elif version == 2:
+            run = engine(llama, slots=slots)
+        version += 1
+    assert version > 2
+    responses = whole(run, tokens=40)
+    for group in over:
+        for part, rollout in zip(group.parts, responses[group.number], strict=True):
+            assert part.tokens == rollout.tokens
+            assert part.logp == pytest.approx(rollout.logp, abs=1e-4)
+            assert part.versions == sorted(part.versions)
+    assert any(len(set(part.versions)) > 1 for group in over for part in group.parts)
+
+
+def test_tokens_are_of_the_weights_that_drew_them():
+    """Computed anew, a response's second half is drawn as if the new weights had written its first half too."""
+    old, new = tiny.make("llama-tied"), tiny.make("llama-tied", spread=0.3)
+    run = engine(old, slots=64)
+    first = decode(run, begin(), lambda done, under_way: None if done else [], version=3)
+    assert first
+    old.load_state_dict(new.state_dict())
+    over = []
+    assert decode(run, first, lambda done, under_way: over.extend(done) or [], version=4) == []
+    before = tiny.make("llama-tied")
+    mixed = 0
+    for group in over:
+        for part in group.parts:
+            cut = part.versions.count(3)
+            by_old = forward_logp(before, group.prompt, part.tokens)
+            by_new = forward_logp(new, group.prompt, part.tokens)
+            expected = torch.cat([by_old[:cut], by_new[cut:]])
+            assert torch.allclose(torch.tensor(part.logp), expected, atol=1e-4)
+            mixed += 0 < cut < len(part.tokens)
+    assert mixed > 3
+
+
+def test_kept_keys_are_those_of_the_old_weights():
+    old, new = tiny.make("llama-tied"), tiny.make("llama-tied", spread=0.3)
+    run = engine(old, slots=64)
+    first = decode(run, begin(), lambda done, under_way: None if done else [], keep_cache=True)
+    anew = [Underway(g.number, g.prompt, g.seed, [Part(**vars(p) | {"cache": []}) for p in g.parts]) for g in first]
+    held = [Underway(g.number, g.prompt, g.seed, [Part(**vars(p)) for p in g.parts], g.cache) for g in first]
+    old.load_state_dict(new.state_dict())
+    found = []
+    for groups in (anew, held):
+        over = []
+        decode(run, groups, lambda done, under_way, over=over: over.extend(done) or [])
+        found.append({group.number: group.parts for group in over})
+    assert any(a.logp != b.logp for i in found[0] for a, b in zip(found[0][i], found[1][i], strict=True))
+
+
+def test_a_prompt_longer_than_expected(llama):
+    run = engine(llama, slots=4)
+    more = [[Underway.begin(1, [7] * 70, 8, N)]]
+    over = []
+
+    def feed(done, under_way):
+        over.extend(done)
+        return more.pop() if more else []
+
+    decode(run, [Underway.begin(0, [5, 6], 7, N)], feed)
+    assert sorted(group.number for group in over) == [0, 1]
+    assert over[-1].parts[0].tokens == run.generate([over[-1].prompt], N, 12, seed=over[-1].seed)[0][0].tokens
+
+
+def test_out_of_memory_goes_on_with_half_the_slots(llama, monkeypatch):
+    told = []
+    run = engine(llama, slots=16, warn=told.append)
+    plain = run._stream
+
+    def stream(*args):
+        made, steps = plain(*args), []
+        advance = made._advance
+
+        def tight():
+            steps.append(run.slots)
+            if run.slots > 4 and len(steps) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            advance()
+
+        monkeypatch.setattr(made, "_advance", tight)
+        return made
+
+    monkeypatch.setattr(run, "_stream", stream)
+    over = []
+    assert decode(run, begin(), lambda done, under_way: over.extend(done) or [], tokens=40) == []
+    assert told == [f"out of memory: sampling with {n} slots from here on" for n in (8, 4)]
+    responses = whole(run, tokens=40)
+    for group in over:
+        assert [p.tokens for p in group.parts] == [r.tokens for r in responses[group.number]]
