@@ -76,7 +76,7 @@ def groups(policy, seed=0, sizes=(4, 3, 5), longest=9, noise=0.3, kept=False):
     from rpg.kernels.kept import Kept
     from rpg.rollout import KeptIds, Rollout
     from rpg.tasks import Problem
-    from rpg.training.collect import Group, Response
+    from rpg.training.samples.collect import Group, Response
 
     g, of_sets = (torch.Generator().manual_seed(seed) for _ in range(2))
 

@@ -57,7 +57,7 @@ def train(
     """
     config = configure(config, settings=settings, resume=resume, trust=trust)
     from .distributed.ranks import joined  # imports torch: a mistake in the settings is told before
-    from .training.loop import Failed
+    from .training.failures import Failed
 
     failure: ValueError | None = None
     with joined(config.device) as world:

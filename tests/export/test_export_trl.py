@@ -15,8 +15,8 @@ from rpg.export.start import Launch, Start
 from rpg.models.policy import Policy
 from rpg.run.config import Config
 from rpg.run.settings import build
-from rpg.training.collect import encode_prompt
 from rpg.training.optim import learning_rate
+from rpg.training.samples.collect import encode_prompt
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {str(p.relative_to(ROOT / "recipes")): p for p in sorted((ROOT / "recipes").rglob("*.yaml"))}

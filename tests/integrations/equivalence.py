@@ -25,10 +25,10 @@ from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig, 
 from rpg.run.folder import RunFolder
 from rpg.tasks import Problem
 from rpg.training.batch import Batch, make_batch, with_advantages
-from rpg.training.collect import Group, Response
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import batch_logp
+from rpg.training.samples.collect import Group, Response
 from rpg.training.setup import method_of
 from rpg.training.update import Updater
 

@@ -1,4 +1,4 @@
-"""Responses that are under way when decoding stops, and go on later: the same tokens, from whichever weights are there."""
+"""Responses under way when decoding stops, that go on later: the same tokens, from whichever weights there are."""
 
 from collections import deque
 
@@ -51,7 +51,7 @@ def test_streamed_responses_are_those_of_generate(llama):
 @pytest.mark.parametrize("keep", [False, True], ids=["computed anew", "kept"])
 @pytest.mark.parametrize("slots", [4, 64])
 def test_stopped_again_and_again_it_gives_the_same(llama, keep, slots):
-    """With the weights as they were nothing changes: not even when another engine goes on, or somebody uses this one."""
+    """With the weights as they were nothing changes, even when another engine goes on, or somebody uses this one."""
     run, groups, over, version = engine(llama, slots=slots), begin(), [], 0
     while groups:
         asked = []

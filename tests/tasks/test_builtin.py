@@ -230,8 +230,8 @@ def test_the_base_model_begins_between_20_and_40_percent(policy):
     from rpg.run.auto import settled
     from rpg.run.config import Config
     from rpg.tasks import Scorer
-    from rpg.training.collect import Sampler
     from rpg.training.evaluate import evaluate
+    from rpg.training.samples.collect import Sampler
 
     task, config = load_task("arithmetic"), settled(Config())
     with Scorer(task.reward, trusted=True) as scorer:

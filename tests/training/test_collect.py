@@ -14,10 +14,10 @@ from rpg.run.config import Config, OptimConfig, RolloutConfig, TaskConfig
 from rpg.run.folder import RunFolder
 from rpg.tasks import Problem, Scores
 from rpg.training.batch import make_batch, with_advantages
-from rpg.training.collect import Collector, Experience, Group, Response, signal_of
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.progress import SamplingPosition
+from rpg.training.samples.collect import Collector, Experience, Group, Response, signal_of
 from rpg.training.setup import rewards_of, warnings_about
 from rpg.training.update import Updater
 

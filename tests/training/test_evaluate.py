@@ -11,8 +11,8 @@ from rpg.rollout import NativeEngine, Rollout
 from rpg.run.auto import settled
 from rpg.run.config import Config, EvalConfig
 from rpg.tasks import Problem, Scorer, load_task
-from rpg.training.collect import Sampler
 from rpg.training.evaluate import estimate, evaluate, pass_at_k
+from rpg.training.samples.collect import Sampler
 
 # ---- pass@k ----------------------------------------------------------------------------------------------------------
 

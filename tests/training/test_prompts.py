@@ -14,7 +14,7 @@ from rpg.rollout import Rollout
 from rpg.run.auto import settled
 from rpg.run.config import Config, EvalConfig, RolloutConfig, TaskConfig
 from rpg.tasks import ENDLESS, Problem, Scorer, Task, load_task
-from rpg.training.collect import Collector, PromptTooLong, Sampler, encode_prompt
+from rpg.training.samples.collect import Collector, PromptTooLong, Sampler, encode_prompt
 from rpg.training.setup import check_fit, check_train, held_out, make_scorer, method_of
 
 CHAT = (

@@ -461,7 +461,7 @@ def test_what_cannot_be_cut_is_not(tmp_path):
 
 
 def test_an_overlong_zone_as_long_as_the_response_is_refused_at_the_start():
-    from rpg.training.collect import Collector
+    from rpg.training.samples.collect import Collector
 
     config = Config(rollout=RolloutConfig(max_new_tokens=16, overlong_tokens=16))
     with pytest.raises(ValueError, match=r"^rollout.overlong_tokens must be below max_new_tokens, 16; got 16[^\n]*$"):

@@ -13,7 +13,7 @@ from ..rollout import NativeEngine, Rollout, Sampling
 from ..run.config import Config
 from ..run.seeds import stream
 from ..tasks import Problem
-from ..training.collect import encode_prompt
+from ..training.samples.collect import encode_prompt
 from ..training.setup import make_scorer, pick_device, pick_dtype
 from .question import Question
 

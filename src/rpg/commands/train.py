@@ -69,7 +69,7 @@ def run_train(args: argparse.Namespace) -> int:
             refuse_ruin(settled(config))
             shown = stack.enter_context(opening(config, first_of_launch(), "torch and "))
             from ..distributed.ranks import joined  # imports torch, which takes seconds
-            from ..training.loop import Failed
+            from ..training.failures import Failed
 
             world = stack.enter_context(joined(config.device))
         except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..run.config import Config
 from ..tasks import ENDLESS, Problem, Task
-from ..training.collect import prompt_parts
+from ..training.samples.collect import prompt_parts
 from .reward import tag_text
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"  # a chat template that adds nothing

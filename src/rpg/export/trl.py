@@ -8,7 +8,7 @@ from typing import Any
 from ..loss.methods import Method
 from ..run.config import Config
 from ..secrets import without_secrets
-from ..training.collect import signal_of
+from ..training.samples.collect import signal_of
 from ..training.setup import method_of
 from . import recipe
 from .start import Launch, fresh

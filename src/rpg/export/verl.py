@@ -11,7 +11,7 @@ from ..loss.advantages import Advantage
 from ..loss.methods import Method
 from ..models.adapters import DEFAULTS
 from ..run.config import Config
-from ..training.collect import signal_of
+from ..training.samples.collect import signal_of
 from ..training.setup import method_of
 from . import recipe
 from .data import PLAIN

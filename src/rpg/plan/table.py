@@ -12,7 +12,7 @@ from rich.text import Text
 from ..console import amount, estimated_duration, gb, printed
 from ..costs.memory import PHASES, READ_TOKENS, longest_row
 from ..loss.describe import advantage_text, clip_text
-from ..training.collect import signal_of
+from ..training.samples.collect import signal_of
 from .plan import IF_IT_FITTED, Plan, evaluations
 
 ANCHORS = {

@@ -94,6 +94,14 @@ class RolloutConfig:
     cache_dtype: Literal["auto", "fp8"] = "auto"
     """of keys and values while sampling, native engine: auto: the model's; fp8: 8 bits with a scale for each token and
     head, half the memory and half the reading; old log-probabilities are then recomputed"""
+    ahead: NonNegative = 0.0
+    """how far sampling may run ahead, in batches: so many groups more than a step needs are under way, they go on with
+    the new weights, and a step takes those that end first; 0: a step samples its own groups and waits for the last"""
+    cache: Literal["recomputed", "kept"] = "recomputed"
+    """with ahead: keys and values of responses under way, when the weights have changed: of the new weights, or as they
+    were; each token's log-probability is what it was drawn with in either case"""
+    choose: Literal["passes", "signal"] = "passes"
+    """which prompts: each once a pass; or those that lately gave no signal rarely, none never"""
     old_logp: Literal["auto", "engine", "recompute"] = "auto"
     """old log-probabilities: the engine's, or recomputed by the trainer; auto: the native engine's in float32, and
     in bfloat16 as long as the measured difference is harmless; with vLLM always recomputed"""
@@ -113,6 +121,20 @@ class RolloutConfig:
     """soft overlong penalty; None: as the algorithm was published"""
     overlong_tokens: Count = 16
     """length of the zone before max_new_tokens in which the penalty grows from 0 to 1"""
+
+
+@dataclass(frozen=True)
+class OffPolicyConfig:
+    reuse: Count = 1
+    """steps that train on a group; above 1 a step samples fewer new ones, and earlier ones serve again with exact
+    weights"""
+    max_age: Count = 8
+    """steps after which a group serves no more"""
+    min_ess: Share = 0.0
+    """groups whose samples have less effective sample size, from their weights under the policy as it is now, are
+    dropped, and sampling runs less far ahead; 0: none"""
+    max_kl: Positive | None = None
+    """the same for a larger KL per token between what sampled and the policy as it is now; None: none"""
 
 
 @dataclass(frozen=True)
@@ -245,6 +267,10 @@ OTHER_NAMES = {
     "rollout.max_new_tokens": "max_tokens max_length max_completion_length max_response_length generate_max_len",
     "rollout.max_prompt_tokens": "max_prompt_length max_prompt_len prompt_max_len",
     "rollout.engine": "use_vllm vllm_mode backend",
+    "rollout.ahead": "async_rollout max_staleness staleness_threshold max_async_level async_steps max_off_policy_steps",
+    "rollout.cache": "partial_rollout",
+    "offpolicy.reuse": "replay_buffer_size replay num_reuse",
+    "offpolicy.max_age": "max_head_offpolicyness max_lag",
     "rollout.dynamic": "dynamic_sampling dynamic_filtering filter_groups",
     "optim.lr": "learning_rate actor_learning_rate",
     "optim.name": "optimizer",
@@ -309,6 +335,7 @@ class Config:
     """the run's folder; auto: a new one in runs/, as runs/grpo-1, runs/grpo-2; runs/latest leads to the latest"""
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    offpolicy: OffPolicyConfig = OffPolicyConfig()
     peft: PeftConfig = field(default_factory=PeftConfig)
     optim: OptimConfig = OptimConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -321,6 +348,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def stale(self) -> bool:
+        """Whether a step may train on samples of an earlier policy."""
+        return self.rollout.ahead > 0 or self.offpolicy.reuse > 1
 
 
 def check(config: Config) -> None:
@@ -340,6 +372,11 @@ def check(config: Config) -> None:
         raise ValueError(
             "rollout.cache_dtype is the native engine's: give vLLM its own, --rollout.vllm.kv_cache_dtype fp8"
         )
+    if rollout.ahead:
+        if rollout.engine == "vllm":
+            raise ValueError("rollout.ahead needs rollout.engine native: vLLM gives whole responses")
+        if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
+            raise ValueError("rollout.ahead needs rollout.top_p 1, top_k 0 and min_p 0: kept sets are of one policy")
     if rollout.engine == "vllm" and optim.offload:
         raise ValueError("optim.offload goes with rollout.engine native: vLLM keeps its own weights and cache")
     if rollout.cache_dtype != "auto" and rollout.old_logp == "engine":

@@ -16,7 +16,7 @@ from ..distributed.ranks import World
 from ..kernels.kept import Kept
 from ..loss.advantages import Advantage
 from ..rollout import KeptIds
-from .collect import Group
+from .samples.collect import Group
 
 
 @dataclass(frozen=True)

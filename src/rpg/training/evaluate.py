@@ -15,8 +15,8 @@ from ..run.auto import settled
 from ..run.config import Config
 from ..run.seeds import stream
 from ..tasks import Problem, load_task, load_tests
-from .collect import Sampler, encode_prompt
 from .oom_retry import pick_layout
+from .samples.collect import Sampler, encode_prompt
 from .setup import check_fit, check_rewards, held_out, make_engine, make_scorer, pick_device, pick_dtype
 
 Z = 1.959963984540054  # of a 95 % interval

@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ..console import own_command
 from ..distributed.context import RunContext
 from ..distributed.ranks import ALONE, LOST, RankFailed, World
 from ..distributed.shards import ShardedPolicy
-from ..loss.advantages import NEVER_NEGATIVE, BadRewards
+from ..loss.advantages import NEVER_NEGATIVE
 from ..models.policy import Policy
 from ..rewards.failing import FailureWatch, added
-from ..rollout import NotFinite, TooManyKept
 from ..run import checkpoint
 from ..run.auto import announcement, objections, refuse_ruin, settled
 from ..run.config import Config
@@ -34,19 +32,21 @@ from ..run.logs import NoLogs, RunLogs, write_summary
 from ..run.signals import Stop, interruptible
 from ..run.teacher import with_teacher
 from ..run.view import View, opening
-from ..secrets import hidden
-from ..tasks import RewardError, Task, fingerprint, load_task
-from .batch import make_batch, with_advantages
-from .collect import UNEQUAL, Collector, PromptTooLong, Sampler
+from ..tasks import Task, fingerprint, load_task
+from .batch import Batch, make_batch, with_advantages
 from .evaluate import evaluate
+from .failures import EXPECTED, Failed, one_line
 from .old_logp import OldLogp, batch_score_sq, with_logp
-from .oom_retry import DoesNotFit, make_oom_retry, pick_layout
+from .oom_retry import make_oom_retry, pick_layout
 from .optim import averaged_weights, make_optimizer
 from .phases import Phases
 from .progress import Progress, best_of, read_from, starvation, summarise
 from .reference import Reference, batch_logp, load_teacher
+from .samples.collect import UNEQUAL, Experience, Sampler
+from .samples.source import Source
 from .setup import (
     anchored,
+    check_ahead,
     check_fit,
     check_rewards,
     check_rollout,
@@ -65,26 +65,6 @@ from .state import RunState, check_data, check_settings, find_start, open_logs, 
 from .update import Updater
 
 MAX_STARVED = 5  # steps in a row without a group to learn from, after which the run ends
-EXPECTED = (
-    checkpoint.CheckpointError,
-    RewardError,
-    PromptTooLong,
-    NotFinite,
-    TooManyKept,
-    BadRewards,
-    OSError,
-    SafetensorError,
-    torch.OutOfMemoryError,
-    RankFailed,
-)  # one line each
-
-
-class Failed(ValueError):
-    """The run cannot go on; its text is one line. ``setup``: nothing was done yet, what was asked for is impossible."""
-
-    def __init__(self, message: str, setup: bool = False):
-        super().__init__(hidden(" ".join(message.split())))
-        self.setup = setup
 
 
 def train(config: Config, *, resume: bool = False, world: World = ALONE, shown: View | None = None) -> dict[str, Any]:
@@ -154,6 +134,7 @@ class Trainer:
         self.method = method = method_of(config)
         taught = with_teacher(config, None if start is None else start.state) if method.has_kl else config
         check_rollout(config)
+        check_ahead(config, method, world.size)
         check_rewards(config)
         for text in (*(objection.text for objection in objections(config)), *warnings_about(method, config)):
             self._warn(text)
@@ -193,13 +174,22 @@ class Trainer:
         self.learner = ShardedPolicy(self.policy, world) if world.sharded else self.policy
         self.optimizer = make_optimizer(self.learner.parameters(), config.optim)
         self.reference = Reference(self.learner, method.anchor, taught.reference, world, self.policy, teacher)
-        self.collector = Collector(config, method, self.sampler, self.task, progress.cursor)
+        self.source = Source(config, method, self.sampler, self.task, progress.cursor)
         self.phases = Phases(self.optimizer, self.engine, self.policy.device, layout.offload)
         self.oom_retry = make_oom_retry(self.policy, planned, held, self.engine.release, context, layout)
         self.updater = Updater(config, method, self.learner, self.optimizer, folder, progress, self.oom_retry, context)
         self.old_logp = OldLogp(config, method.loss, dtype, progress)
         self.state = RunState(
-            config, world, dtype, self.learner, self.optimizer, self.reference, self.oom_retry, progress, data
+            config,
+            world,
+            dtype,
+            self.learner,
+            self.optimizer,
+            self.reference,
+            self.oom_retry,
+            progress,
+            self.source,
+            data,
         )
         self.saved = progress.step  # step of the newest checkpoint
         self.stop = Stop()
@@ -220,6 +210,7 @@ class Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.source.close()
         self.scorer.close()
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -233,7 +224,7 @@ class Trainer:
         except BaseException as error:
             at_once = isinstance(error, KeyboardInterrupt)
             gone = self.world.has_lost(error)
-            message = f"stopped at once; {self._resuming}" if at_once else LOST if gone else _text(error)
+            message = f"stopped at once; {self._resuming}" if at_once else LOST if gone else one_line(error)
             self.write_failure(message, "stopped" if at_once else "failed")
             if gone or isinstance(error, EXPECTED):
                 raise Failed(message) from error
@@ -284,7 +275,7 @@ class Trainer:
     def _outcome(self) -> tuple[str, str]:
         """The run's status, and what there is to say about it."""
         if self._is_starved:
-            why = starvation(MAX_STARVED, UNEQUAL[self.collector.signal], self.failure_watch.half_failed)
+            why = starvation(MAX_STARVED, UNEQUAL[self.source.signal], self.failure_watch.half_failed)
             return "finished", f"ended after step {self.progress.step}: {why}"
         if self._out_of_time:
             return "finished", f"ended after step {self.progress.step}: its {self.config.minutes:g} minutes are over"
@@ -311,7 +302,7 @@ class Trainer:
         """One batch of rollouts, trained on; its row of metrics; an evaluation and a checkpoint where they are due."""
         begin, learner = time.perf_counter(), self.learner
         self.phases.sampling()
-        experience = self.collector.collect(step)
+        experience = self.source.collect(step)
         for text in experience.messages:
             self._warn(f"reward function: {text}")
         self.failure_watch.note(experience.calls)
@@ -320,18 +311,16 @@ class Trainer:
         if not experience.starved:
             self.phases.training()
         training_start = time.perf_counter()
+        experience, batch, now_BT = self._assembled(experience, step)
         row, advantages = experience.metrics(), None
-        if experience.starved:
+        if batch is None:
             self.progress.starved += 1
             self._warn(f"step {step}: {experience.why_starved()}; nothing learnt")
         else:
             self.progress.starved = 0
-            batch = make_batch(experience.groups, learner.tokenizer.pad_token_id, learner.device)
-            self.view.stage("log-probabilities")
-            recompute, compute_old = self.old_logp.recompute, partial(batch_logp, learner, batch, world=self.world)
-            old_logp_BT = self.oom_retry.run(batch, compute_old) if recompute else None
+            recompute = self.old_logp.recompute
             ref_logp_BT = self.oom_retry.run(batch, partial(self.reference.logp, batch))
-            batch = with_logp(batch, old_logp_BT, ref_logp_BT, self.method.needs_reference)
+            batch = with_logp(batch, now_BT if recompute else None, ref_logp_BT, self.method.needs_reference)
             score_sq = partial(batch_score_sq, learner, batch, world=self.world)
             score_sq_BT = self.oom_retry.run(batch, score_sq) if self.method.advantage.needs_score_sq else None
             batch = with_advantages(batch, self.method.advantage, experience.greedy, score_sq_BT)
@@ -339,6 +328,7 @@ class Trainer:
             self.old_logp.measure(metrics)
             row |= metrics | {"old_logp/recomputed": float(recompute)} | batch.kept_metrics()
             advantages = batch.advantage_of_responses()
+            self.source.served(experience)
             self.sync()
         renewed = self.reference.after_step(step, learner, row.get("kl/ref"), int(row.get("optimizer_steps", 0)))
         if self.reference.policy is not None:
@@ -351,6 +341,20 @@ class Trainer:
         seconds = experience.seconds | {"train": time.perf_counter() - training_start} | self.phases.spent()
         self.world.on_rank0(lambda: logs.samples(step, experience.samples(self.config.log.samples, advantages)))
         self._finish_step(step, row, begin, seconds, logs)
+
+    def _assembled(self, experience: Experience, step: int) -> tuple[Experience, Batch | None, Tensor | None]:
+        """The groups worth training on as a batch, None if there are none; and what the policy as it is now makes of
+        their tokens, where that is asked."""
+        if experience.starved:
+            return experience, None, None
+        learner = self.learner
+        batch = make_batch(experience.groups, learner.tokenizer.pad_token_id, learner.device)
+        self.view.stage("log-probabilities")
+        asked = self.old_logp.recompute or self.source.judges(experience, step)
+        compute = partial(batch_logp, learner, batch, world=self.world)
+        now_BT = self.oom_retry.run(batch, compute) if asked else None
+        experience, batch, now_BT = self.source.sift(experience, batch, now_BT, step)
+        return experience, None if experience.starved else batch, now_BT
 
     def _finish_step(
         self, step: int, row: dict[str, float], begin: float, seconds: dict[str, float], logs: RunLogs
@@ -488,11 +492,3 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _text(error: BaseException) -> str:
-    """In one line; of an error that nobody expects, with its name."""
-    if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DoesNotFit):
-        return "the device is out of memory: lower optim.micro_tokens (training) or rollout.slots (sampling)"
-    text = " ".join(str(error).split())
-    return text if isinstance(error, (Failed, *EXPECTED)) and text else f"{type(error).__name__}: {text}"

@@ -28,6 +28,9 @@ class SamplingPosition:
     problem: int = 0  # the next problem of the stream
     keep_rate: float = 1.0  # share of groups that were informative lately
     failures: dict[str, int] = field(default_factory=dict)  # of reward calls in the whole run, evaluations included
+    number: int = 0  # of the next group
+    pace: float = 1.0  # of rollout.ahead, how much may be: less where too much is dropped
+    record: dict[str, list[float]] = field(default_factory=dict)  # of a problem: solved, not solved, and the step
 
     def count_failures(self, failures: Mapping[str, int]) -> None:
         for name, number in failures.items():

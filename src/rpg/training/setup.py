@@ -24,11 +24,11 @@ from ..loss.registry import ANCHORS, LONGEST, with_advantage
 from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..rollout import Engine, NativeEngine, Sampling
-from ..run.config import Config
+from ..run.config import Config, OffPolicyConfig
 from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
 from ..tasks.reward import functions, make_reward, reward_range
 from ..tasks.templates import template_text
-from .collect import PromptTooLong, encode_prompt, prompt_parts
+from .samples.collect import PromptTooLong, encode_prompt, prompt_parts
 
 
 def make_scorer(config: Config, task: Task) -> Scorer:
@@ -245,6 +245,26 @@ def check_rollout(config: Config) -> None:
         check_kept(rollout.top_k)
 
 
+def check_ahead(config: Config, method: Method, ranks: int) -> None:
+    """What sampling that runs ahead cannot do."""
+    if not config.rollout.ahead:
+        return
+    for cannot, why in (
+        (ranks > 1, "rollout.ahead does not run under torchrun yet: take 0"),
+        (
+            method.needs_greedy,
+            f"rollout.ahead must be 0 with {method.name}, which needs a greedy response to each prompt",
+        ),
+        (
+            method.min_signal > 0 and not method.dynamic,
+            f"rollout.ahead must be 0 with {method.name}, or give --rollout.min_signal 0: it samples more where too "
+            "few groups have a signal",
+        ),
+    ):
+        if cannot:
+            raise ValueError(why)
+
+
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
     optim, loss = config.optim, method.loss
@@ -282,11 +302,26 @@ def _about_sampling(method: Method, config: Config) -> Iterator[str]:
             f"rollout.dynamic_by={rollout.dynamic_by} has no effect: no group is sampled again "
             "(rollout.dynamic=true, or rollout.min_signal)"
         )
+    yield from _about_staleness(config)
     for name in ("top_k", "min_p"):
         if getattr(rollout, name) == 1:
             yield (
                 f"rollout.{name}=1 always takes the most probable token: all responses to a prompt are the same, "
                 "and there is nothing to learn from"
+            )
+
+
+def _about_staleness(config: Config) -> Iterator[str]:
+    offpolicy = config.offpolicy
+    if config.rollout.cache == "kept" and not config.rollout.ahead:
+        yield "rollout.cache=kept has no effect: no response is under way when the weights change (rollout.ahead)"
+    if offpolicy.max_age != OffPolicyConfig.max_age and offpolicy.reuse == 1:
+        yield f"offpolicy.max_age={offpolicy.max_age} has no effect: no group serves again (offpolicy.reuse)"
+    for name, off in (("min_ess", 0.0), ("max_kl", None)):
+        if (value := getattr(offpolicy, name)) != off and not config.stale:
+            yield (
+                f"offpolicy.{name}={value:g} has no effect: all samples are of the policy as it is "
+                "(rollout.ahead, offpolicy.reuse)"
             )
 
 

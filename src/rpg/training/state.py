@@ -40,6 +40,7 @@ from .oom_retry import OomRetry
 from .optim import MixedOptimizer, load_optimizer, optimizer_tensors
 from .progress import Progress
 from .reference import Reference
+from .samples.source import Source
 
 TOLD = 3  # settings that differ are named
 # what may differ when a run is resumed
@@ -76,6 +77,7 @@ class RunState:
     reference: Reference
     oom_retry: OomRetry
     progress: Progress
+    source: Source
     data: dict[str, list[Any]]  # the fingerprint of the task
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
@@ -86,6 +88,8 @@ class RunState:
             tensors["parameters"] = {name: p.detach() for name, p in named}
         if weights := self.reference.tensors():
             tensors["reference"] = weights
+        if samples := self.source.state()[1]:
+            tensors["samples"] = samples
         if self.world.sharded:
             return {name: gathered(group, keep=self.world.first) for name, group in tensors.items()}
         return tensors
@@ -100,6 +104,7 @@ class RunState:
             "ranks": self.world.size,
             "config": flat(self.config),
             "data": self.data,
+            **({"samples": samples} if (samples := self.source.state()[0]) else {}),
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -113,6 +118,8 @@ class RunState:
         load_optimizer(self.optimizer, named, checkpoint.tensors("optimizer"))
         tensors = checkpoint.tensors("reference") if state["reference"]["held"] else {}
         self.reference.load(state["reference"], tensors)
+        if samples := state.get("samples"):
+            self.source.load(samples, checkpoint.tensors("samples") if samples["tensors"] else {})
         sizes, now = ("optim.micro_tokens", "optim.recompute", "optim.offload"), _as_json(flat(self.config))
         if all(state["config"].get(key) == now.get(key) for key in sizes):  # else as it is set now
             self.oom_retry.load(state["room"])

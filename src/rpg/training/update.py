@@ -130,7 +130,7 @@ class Updater:
                     undo=self.optimizer.zero_grad,
                     whole=self.method.loss.control_variate,
                 )
-                if number == first:
+                if number == first and not self.config.stale:
                     metrics |= engine_mismatch(minibatch, logp_BT)
                 norm = self.optimizer.clip(optim.max_grad_norm, self.world)
                 if math.isfinite(loss) and math.isfinite(norm):

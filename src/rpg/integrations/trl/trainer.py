@@ -26,7 +26,7 @@ from trl.models import prepare_deepspeed
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, get_config_model_id
 
 from ...loss.advantages import NEVER_NEGATIVE, soft_overlong_penalty
-from ...training.collect import UNEQUAL
+from ...training.samples.collect import UNEQUAL
 from ...training.update import Means
 from . import resume
 from .config import RPGConfig

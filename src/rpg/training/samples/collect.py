@@ -9,24 +9,24 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ..distributed.context import QUIET, RunContext
-from ..distributed.split_work import generate, score
-from ..loss.advantages import soft_overlong_penalty
-from ..loss.methods import Method
-from ..models.policy import Policy
-from ..rewards.failing import added
-from ..rewards.scoring import CORRECT, Calls
-from ..rollout import Engine, Rollout
-from ..run.config import Config
-from ..run.seeds import permutation, stream
-from ..tasks import ENDLESS, Problem, Scorer, Scores, Task
-from ..tasks.reward import reward_range
-from ..tasks.templates import WRAPPED, fill
-from .progress import SamplingPosition
+from ...distributed.context import QUIET, RunContext
+from ...distributed.split_work import generate, score
+from ...loss.advantages import soft_overlong_penalty
+from ...loss.methods import Method
+from ...models.policy import Policy
+from ...rewards.failing import added
+from ...rewards.scoring import CORRECT, Calls
+from ...rollout import Engine, Rollout
+from ...run.config import Config
+from ...run.seeds import permutation, stream
+from ...tasks import ENDLESS, Problem, Scorer, Scores, Task
+from ...tasks.reward import reward_range
+from ...tasks.templates import WRAPPED, fill
+from ..progress import SamplingPosition
 
 UNEQUAL = {"correct": "right and wrong responses", "reward": "unequal rewards"}
 LONG_IN_A_ROW = 1000  # prompts without end that are all too long, after which it is no accident
@@ -69,6 +69,10 @@ class Group:
     prompt_ids: list[int]
     responses: list[Response]
     greedy: float | None = None  # reward of the most probable response, where the algorithm needs it
+    index: int = -1  # of the problem in the task's training set
+    number: int = -1  # of the group in the run
+    step: int = 0  # in which it was sampled to its end
+    uses: int = 0  # steps that have been trained on it
 
     def informative(self, by: str = "reward") -> bool:
         """Whether its responses differ in what counts as solved (``correct``), or in what the reward function said.
@@ -93,10 +97,21 @@ class Experience:
     seconds: dict[str, float]
     signal: str = "reward"  # what tells groups with signal from those without: correct or reward
     calls: dict[str, Calls] = field(default_factory=dict)  # of the reward functions, by name
+    more: dict[str, float] = field(default_factory=dict)  # metrics of what is under way, where sampling runs ahead
 
     @property
     def starved(self) -> bool:
         return not self.groups
+
+    def lags(self, step: int) -> list[int]:
+        """Of each token trained on: how many steps of training lie between its draw and now."""
+        lags: list[int] = []
+        for group in self.groups:
+            for r in group.responses:
+                versions = r.rollout.versions
+                drawn = [group.step - 1] * len(r.rollout.tokens) if versions is None else versions
+                lags += [step - 1 - version for version in drawn]
+        return lags
 
     @property
     def scores(self) -> list[float]:
@@ -128,10 +143,11 @@ class Experience:
         return rows
 
     def metrics(self) -> dict[str, float]:
-        responses = [r for group in self.sampled for r in group.responses]
+        shown = self.sampled or self.groups  # where sampling runs ahead, a step may train on what had ended before
+        responses = [r for group in shown for r in group.responses]
         rewards = torch.tensor([r.reward for r in responses], dtype=torch.float64)
         lengths = torch.tensor([len(r.rollout.tokens) for r in responses], dtype=torch.float64)
-        solved = [group.share_solved() for group in self.sampled]
+        solved = [group.share_solved() for group in shown]
         return {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(unbiased=False)),
@@ -148,8 +164,15 @@ class Experience:
             "length/mean": float(lengths.mean()),
             "length/max": float(lengths.max()),
             "length/truncated": sum(not r.rollout.finished for r in responses) / len(responses),
-            "tokens": float(lengths.sum()),
+            "tokens": float(lengths.sum()) if self.sampled else 0.0,
+            **self._sampled_for_one(),
+            **self.more,
         }
+
+    def _sampled_for_one(self) -> dict[str, float]:
+        """Groups sampled for each that is new and trained on."""
+        new = sum(group.uses == 0 for group in self.groups)
+        return {"groups/sampled_for_one": len(self.sampled) / new} if new else {}
 
     def _solved_by_source(self) -> dict[str, float]:
         """Where this step has problems from several."""
@@ -186,21 +209,34 @@ class Sampler:
         texts = [self.policy.decode(rollout.tokens) for rollout in rollouts]
         items = [(text, problem.answer, problem.prompt) for problem, text in zip(problems, texts, strict=True)]
         scores = score(self.context.world, self.scorer, items)
-        responses = [
-            Response(
-                rollout=rollout,
-                text=texts[i],
-                score=scores.values[i],
-                solved=scores.solved[i],
-                parts={name: values[i] for name, values in scores.parts.items()},
-            )
-            for i, rollout in enumerate(rollouts)
-        ]
-        return responses, scores
+        return scored(rollouts, texts, scores), scores
+
+
+def scored(rollouts: Sequence[Rollout], texts: Sequence[str], scores: Scores) -> list[Response]:
+    return [
+        Response(
+            rollout=rollout,
+            text=texts[i],
+            score=scores.values[i],
+            solved=scores.solved[i],
+            parts={name: values[i] for name, values in scores.parts.items()},
+        )
+        for i, rollout in enumerate(rollouts)
+    ]
+
+
+class Choice(Protocol):
+    """Which problems are sampled: see choice.py."""
+
+    def takes(self, place: int, index: int, level: int, step: int) -> bool: ...
+
+    def note(self, groups: Sequence[Group], step: int) -> None: ...
 
 
 class Collector:
     """Samples what a step trains on."""
+
+    choice: Choice | None = None  # None: every problem in its turn
 
     def __init__(
         self, config: Config, method: Method, sampler: Sampler, task: Task, position: SamplingPosition | None = None
@@ -208,6 +244,7 @@ class Collector:
         self.config, self.method, self.sampler, self.task = config, method, sampler, task
         self.position = SamplingPosition() if position is None else position
         self.signal = signal_of(config)
+        self.step = 0  # that is being sampled
         rollout = config.rollout
         if method.overlong and not 0 < rollout.overlong_tokens < rollout.max_new_tokens:
             raise ValueError(
@@ -216,13 +253,16 @@ class Collector:
             )
         self._shuffled = lru_cache(maxsize=1)(self._shuffle)
 
-    def collect(self, step: int) -> Experience:
-        """Groups for one step. With dynamic sampling, rounds of prompts until enough groups are informative.
+    def collect(self, step: int, fresh: int | None = None) -> Experience:
+        """Groups for one step: ``fresh`` of them, or rollout.prompts.
+
+        With dynamic sampling, rounds of prompts until enough groups are informative.
 
         With a least share of groups with signal, rounds until there are so many, and those without fill up the rest.
         """
         rollout, dynamic, position = self.config.rollout, self.method.dynamic, self.position
-        wanted = rollout.prompts if dynamic else math.ceil(self.method.min_signal * rollout.prompts)
+        self.step, most = step, rollout.prompts if fresh is None else fresh
+        wanted = most if dynamic else math.ceil(self.method.min_signal * most)
         kept: list[Group] = []  # with signal
         sampled: list[Group] = []
         failures: Counter[str] = Counter()
@@ -231,10 +271,11 @@ class Collector:
         seconds = {"rollout": 0.0, "reward": 0.0}
         rounds = 0
         while rounds == 0 or (len(kept) < wanted and rounds < rollout.max_rounds):
-            prompts = rollout.prompts if rounds == 0 else wanted - len(kept)
+            prompts = most if rounds == 0 else wanted - len(kept)
             if dynamic or rounds:
                 prompts = math.ceil(prompts * min(rollout.oversample / max(position.keep_rate, 0.1), 4))
             groups, scores = self._sample(prompts, stream(self.config.seed, "rollout", step, rounds), seconds)
+            groups = [replace(group, step=step) for group in groups]
             rounds += 1
             sampled += groups
             kept += [group for group in groups if group.informative(self.signal)]
@@ -243,13 +284,15 @@ class Collector:
             messages += scores.messages
         position.keep_rate = 0.7 * position.keep_rate + 0.3 * len(kept) / len(sampled)
         position.count_failures(failures)
-        trained = kept if dynamic else self._filled_up(kept, sampled)
-        trained, every = trained[: rollout.prompts], added(calls)
+        if self.choice is not None:
+            self.choice.note(sampled, step)
+        trained = kept if dynamic else self._filled_up(kept, sampled, most)
+        trained, every = trained[:most], added(calls)
         return Experience(trained, sampled, rounds, failures, messages, seconds, self.signal, every)
 
-    def _filled_up(self, kept: list[Group], sampled: list[Group]) -> list[Group]:
+    def _filled_up(self, kept: list[Group], sampled: list[Group], most: int) -> list[Group]:
         """As they were sampled, and of more than a step's number those with signal first."""
-        spare = self.config.rollout.prompts - len(kept)
+        spare = most - len(kept)
         chosen, without = [], 0
         for group in sampled:
             has_signal = group.informative(self.signal)
@@ -260,20 +303,24 @@ class Collector:
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
 
-    def _next(self, count: int) -> list[tuple[Problem, list[int]]]:
-        """The next problems and their tokens: endless tasks in their order, files in a new order in every pass.
+    def _next(self, count: int) -> list[tuple[int, Problem, list[int]]]:
+        """The next problems, their places in the task and their tokens: endless tasks in their order, files in a new
+        order in every pass.
 
-        Prompts that are too long are left out.
+        Prompts that are too long are left out, and those that are not chosen.
         """
-        chosen: list[tuple[Problem, list[int]]] = []
+        chosen: list[tuple[int, Problem, list[int]]] = []
         size, long = len(self.task.train), 0
         endless = size >= ENDLESS
         while len(chosen) < count:
             i = self.position.problem
             self.position.problem += 1
-            problem = self.task.train[i if endless else int(self._shuffled(i // size)[i % size])]
+            index = i if endless else int(self._shuffled(i // size)[i % size])
+            problem = self.task.train[index]
+            if self.choice is not None and not self.choice.takes(i, index, problem.level, self.step):
+                continue
             try:
-                chosen.append((problem, encode_prompt(self.sampler.policy, problem, self.config)))
+                chosen.append((index, problem, encode_prompt(self.sampler.policy, problem, self.config)))
                 long = 0
             except PromptTooLong:
                 long += 1
@@ -290,7 +337,7 @@ class Collector:
         rollout, n, sample = self.config.rollout, self.config.rollout.samples, self.sampler.sample
         start = perf_counter()
         chosen = self._next(count)
-        problems, prompts = [problem for problem, _ in chosen], [ids for _, ids in chosen]
+        problems, prompts = [problem for _, problem, _ in chosen], [ids for _, _, ids in chosen]
         truncation = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
         rollouts = sample(prompts, n, rollout.temperature, seed, "rollout", kept=True, **truncation)
         greedy = sample(prompts, 1, 0.0, seed, "greedy rollout") if self.method.needs_greedy else []
@@ -300,16 +347,20 @@ class Collector:
         self.sampler.context.stage("scoring")
         repeated = [problem for problem in problems for _ in range(n)] + (problems if greedy else [])
         responses, scores = self.sampler.score(repeated, list(chain(*rollouts, *greedy)))
-        if self.method.overlong:
-            responses = self._penalised(responses)
+        responses = self.penalised(responses)
         baselines = [response.reward for response in responses[len(chosen) * n :]] if greedy else [None] * len(chosen)
+        first, self.position.number = self.position.number, self.position.number + len(chosen)
         groups = [
-            Group(problem, ids, responses[i * n : (i + 1) * n], baselines[i]) for i, (problem, ids) in enumerate(chosen)
+            Group(problem, ids, responses[i * n : (i + 1) * n], baselines[i], index, first + i)
+            for i, (index, problem, ids) in enumerate(chosen)
         ]
         seconds["reward"] += perf_counter() - start
         return groups, scores
 
-    def _penalised(self, responses: Sequence[Response]) -> list[Response]:
+    def penalised(self, responses: Sequence[Response]) -> list[Response]:
+        """With the overlong penalty, where the method has one."""
+        if not self.method.overlong:
+            return list(responses)
         limit, zone = self.config.rollout.max_new_tokens, self.config.rollout.overlong_tokens
         lengths = torch.tensor([len(response.rollout.tokens) for response in responses])
         penalties = soft_overlong_penalty(lengths, limit, zone)

@@ -1,0 +1,55 @@
+"""Which prompts to sample: by a record of how often each was solved, those that teach nothing are sampled rarely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ...run.seeds import stream
+from ..progress import SamplingPosition
+from .collect import Group
+
+FLOOR = 0.1  # no prompt is left out more often than nine times of ten
+WORTH_ASKING = 0.5  # at this chance of a signal, or above, a prompt is always sampled
+HALF_LIFE = 50  # steps after which what was seen counts half: the policy has moved on
+NOTHING_SEEN = 0.5  # solved and not solved responses each, before any is seen (Jeffreys)
+
+
+class PromptChoice:
+    """The record is of problems, or where they never come again of their levels; it is part of ``position``."""
+
+    def __init__(self, position: SamplingPosition, seed: int, samples: int, again: bool):
+        self.position, self.seed, self.samples, self.again = position, seed, samples, again
+
+    def takes(self, place: int, index: int, level: int, step: int) -> bool:
+        """Whether the problem at this place of the stream is sampled now. A problem left out comes again in the next
+        pass."""
+        chance = min(1.0, max(FLOOR, self.signal(self._key(index, level), step) / WORTH_ASKING))
+        if chance < 1:
+            drawn = np.random.Generator(np.random.Philox(stream(self.seed, "choice", place))).random()
+            return bool(drawn < chance)
+        return True
+
+    def signal(self, key: str, step: int) -> float:
+        """The chance that a group has right and wrong responses, over what the record says of the solve rate (Beta)."""
+        solved, wrong = self._seen(key, step)
+        a, b = solved + NOTHING_SEEN, wrong + NOTHING_SEEN
+        i = np.arange(self.samples)
+        all_solved, none_solved = np.prod((a + i) / (a + b + i)), np.prod((b + i) / (a + b + i))
+        return float(1 - all_solved - none_solved)
+
+    def note(self, groups: Iterable[Group], step: int) -> None:
+        for group in groups:
+            key = self._key(group.index, group.problem.level)
+            solved, wrong = self._seen(key, step)
+            right = sum(response.solved for response in group.responses)
+            self.position.record[key] = [solved + right, wrong + len(group.responses) - right, step]
+
+    def _key(self, index: int, level: int) -> str:
+        return str(index) if self.again else f"level {level}"
+
+    def _seen(self, key: str, step: int) -> tuple[float, float]:
+        solved, wrong, when = self.position.record.get(key, (0.0, 0.0, step))
+        left = 0.5 ** ((step - when) / HALF_LIFE)
+        return solved * left, wrong * left
