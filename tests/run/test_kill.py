@@ -37,6 +37,24 @@ RUNS: dict[str, list[str]] = {
         *("--algorithm", "dapo", "--task.name", "data.jsonl", "--task.reward", "my_reward.py:score"),
         *("--optim.weight_decay", "0.1", "--checkpoint.every", "1", "--rollout.max_rounds", "3"),
     ],
+    "sampling ahead, groups that serve again, prompts chosen by a record": [
+        *("--algorithm", "dapo", "--task.name", "data.jsonl", "--task.reward", "my_reward.py:score"),
+        *(
+            "--rollout.ahead",
+            "1.5",
+            "--offpolicy.reuse",
+            "2",
+            "--offpolicy.min_ess",
+            "0.9",
+            "--rollout.choose",
+            "signal",
+        ),
+        *("--checkpoint.every", "1", "--rollout.slots", "24"),
+    ],
+    "sampling ahead with the keys of old weights": [
+        *("--rollout.ahead", "2", "--rollout.cache", "kept", "--rollout.slots", "12", "--checkpoint.every", "3"),
+        *("--offpolicy.max_kl", "0.02", "--offpolicy.reuse", "3", "--offpolicy.max_age", "2"),
+    ],
 }
 
 

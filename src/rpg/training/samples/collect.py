@@ -98,6 +98,7 @@ class Experience:
     signal: str = "reward"  # what tells groups with signal from those without: correct or reward
     calls: dict[str, Calls] = field(default_factory=dict)  # of the reward functions, by name
     more: dict[str, float] = field(default_factory=dict)  # metrics of what is under way, where sampling runs ahead
+    dropped: list[Group] = field(default_factory=list)  # that the policy has left too far to learn from
 
     @property
     def starved(self) -> bool:
@@ -126,6 +127,11 @@ class Experience:
 
     def why_starved(self) -> str:
         m = self.metrics()
+        if self.dropped:
+            return (
+                f"all {len(self.dropped)} groups were dropped: the policy has left them (offpolicy.min_ess, max_kl; "
+                "less rollout.ahead, offpolicy.reuse or optim.lr)"
+            )
         return (
             f"none of {len(self.sampled)} groups had {UNEQUAL[self.signal]} "
             f"({m['groups/all_solved']:.0%} all solved, {m['groups/none_solved']:.0%} none solved)"
@@ -133,7 +139,7 @@ class Experience:
 
     def samples(self, groups: int, advantages: Sequence[float] | None) -> list[dict[str, Any]]:
         """Rows of samples.jsonl; advantages are those of all responses trained on, in order."""
-        shown = [(g, group, r) for g, group in enumerate(self.groups or self.sampled) for r in group.responses]
+        shown = [(g, group, r) for g, group in enumerate(self._shown) for r in group.responses]
         rows = []
         for i, (g, group, response) in enumerate(shown):
             if g < groups:
@@ -143,7 +149,7 @@ class Experience:
         return rows
 
     def metrics(self) -> dict[str, float]:
-        shown = self.sampled or self.groups  # where sampling runs ahead, a step may train on what had ended before
+        shown = self.sampled or self._shown  # where sampling runs ahead, a step may train on what had ended before
         responses = [r for group in shown for r in group.responses]
         rewards = torch.tensor([r.reward for r in responses], dtype=torch.float64)
         lengths = torch.tensor([len(r.rollout.tokens) for r in responses], dtype=torch.float64)
@@ -168,6 +174,10 @@ class Experience:
             **self._sampled_for_one(),
             **self.more,
         }
+
+    @property
+    def _shown(self) -> list[Group]:
+        return self.groups or self.dropped or self.sampled
 
     def _sampled_for_one(self) -> dict[str, float]:
         """Groups sampled for each that is new and trained on."""

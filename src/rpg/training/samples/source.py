@@ -65,7 +65,7 @@ class Source:
                 stays = [group for group, stay in zip(groups, stays_K.tolist(), strict=True) if stay]
                 gone = [group for group, stay in zip(groups, stays_K.tolist(), strict=True) if not stay]
                 self.replay.served([], gone)
-                experience = replace(experience, groups=stays)
+                experience = replace(experience, groups=stays, dropped=gone)
                 if stays:
                     batch, (now_BT,) = without(batch, [now_BT], stays_K)
         if budgeted(self.config.offpolicy):
