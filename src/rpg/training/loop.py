@@ -419,6 +419,8 @@ class Trainer:
             return
         start = time.perf_counter()
         self.view.stage("saving")
+        if self.world.sharded:
+            self.phases.training()  # parts are gathered on the device, where the engine's cache would be in the way
         tensors = self.state.tensors()
         with self.averaged() if self.world.sharded else contextlib.nullcontext():
             self.world.on_rank0(lambda: self._write(tensors, logs))
