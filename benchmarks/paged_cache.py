@@ -12,7 +12,7 @@ import time
 import torch
 
 from rpg.bench.synthetic import make_model, make_tokenizer, random_prompts, sizes_for, vocabulary
-from rpg.kernels.decode import FP8, PAGE, Cache, decode_attention
+from rpg.kernels.decode import FP8, PAGE, LayerCache, decode_attention
 from rpg.rollout import NativeEngine
 
 
@@ -26,7 +26,7 @@ def attention_seconds(rows: int, length: int, shape: tuple[int, int, int], fp8: 
     table = torch.randperm(rows * pages, device="cuda").int().reshape(rows, pages)
     caches = []
     for _ in range(4):
-        cache = Cache.empty(rows * pages, key[:, :, None], value[:, :, None], fp8)
+        cache = LayerCache.empty(rows * pages, key[:, :, None], value[:, :, None], fp8)
         for page in torch.arange(rows * pages, device="cuda").split(256):
             new = torch.randn(2, len(page), PAGE, key_heads, width, **draw)
             cache.put(page[:, None], torch.arange(PAGE, device="cuda"), *new)

@@ -110,7 +110,7 @@ def test_places_in_host_memory_do_not_overlap() -> None:
     found = pinned(tensors, cpu)
     spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in found.values())
     assert [tuple(x.shape) for x in found.values()] == sizes
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert all(x.data_ptr() % phases.ALIGNED == 0 for x in found.values())
 
 

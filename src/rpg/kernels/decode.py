@@ -27,7 +27,7 @@ LEAST_SCALE = 1e-12
 
 
 @dataclass(frozen=True)
-class Cache:
+class LayerCache:
     """One layer's keys and values, [C,G,T,D]: C pages of T tokens. In 8 bits with a scale for each token and head."""
 
     keys_CGTD: Tensor
@@ -36,7 +36,7 @@ class Cache:
     value_scale_CGT: Tensor | None = None
 
     @classmethod
-    def empty(cls, pages: int, key: Tensor, value: Tensor, fp8: bool, page: int = PAGE) -> Cache:
+    def empty(cls, pages: int, key: Tensor, value: Tensor, fp8: bool, page: int = PAGE) -> LayerCache:
         """For keys and values [.., G, .., D] like these."""
 
         def room(x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def decode_attention(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    cache: Cache,
+    cache: LayerCache,
     prompt_page_QM: Tensor,
     page_SR: Tensor,
     prompt_A: Tensor,
@@ -128,7 +128,7 @@ def launch(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    cache: Cache,
+    cache: LayerCache,
     prompt_page_QM: Tensor,
     page_SR: Tensor,
     prompt_A: Tensor,
@@ -210,7 +210,7 @@ def reference(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    cache: Cache,
+    cache: LayerCache,
     prompt_page_QM: Tensor,
     page_SR: Tensor,
     prompt_A: Tensor,

@@ -32,7 +32,8 @@ class NativeEngine:
     On a GPU decoding steps are replayed CUDA graphs (graphs.py), elsewhere plain ones (eager.py); ``graphs`` overrides.
     ``end_ids`` end a response (Policy.end_ids); None: the tokenizer's and the generation config's. On a GPU keys and
     values lie in pages, for ``cache_tokens`` tokens in all: rows take them as they grow, and the youngest wait when
-    there are none left. ``cache_dtype`` torch.float8_e4m3fn: in 8 bits, with a scale for each token and head.
+    there are none left, in at most ``host_bytes`` of host memory. ``cache_dtype`` torch.float8_e4m3fn: in 8 bits, with
+    a scale for each token and head.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class NativeEngine:
         *,
         cache_tokens: int | None = None,
         cache_dtype: torch.dtype | None = None,
+        host_bytes: int | None = None,
     ):
         self.model, self.slots, self.warn = model, slots, warn
         self.end_ids = sorted(set(end_ids_of(tokenizer, model.generation_config) if end_ids is None else end_ids))
@@ -56,8 +58,8 @@ class NativeEngine:
         if (on_gpu if graphs is None else graphs) and len(self.end_ids) <= END_ROOM:
             fuse(model)
             merge(model)
-            fp8 = cache_dtype == FP8
-            self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, cache_tokens, fp8)
+            cache = cache_tokens, cache_dtype == FP8, host_bytes
+            self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, *cache)
         if cache_dtype not in (None, FP8):
             raise ValueError(f"a cache of {cache_dtype} is not known: None or {FP8}")
         if cache_dtype is not None and self.decoder is None:

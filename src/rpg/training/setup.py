@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..console import first_line, one_of
-from ..costs.memory import Layout
+from ..costs.devices import host_memory
+from ..costs.memory import WAITING_SHARE, Layout
 from ..distributed.context import QUIET, RunContext
 from ..distributed.ranks import NO_GPU, named_device
 from ..loss.advantages import GROUP_KINDS, Advantage
@@ -316,6 +317,7 @@ def make_engine(policy: Policy, config: Config, layout: Layout, context: RunCont
         cache: dict[str, Any] = {} if layout.cache_tokens is None else {"cache_tokens": layout.cache_tokens}
         if rollout.cache_dtype == "fp8":
             cache["cache_dtype"] = torch.float8_e4m3fn
+        cache["host_bytes"] = int(WAITING_SHARE * host_memory() / context.world.size)
         return NativeEngine(policy.model, policy.tokenizer, slots, context.warn, end_ids=ends, **cache)
     if context.world.sharded:
         raise ValueError("rollout.engine=vllm does not run under torchrun: take native, or see docs/engines.md")
