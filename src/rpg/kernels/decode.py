@@ -24,6 +24,7 @@ PAGE = 64  # tokens
 FP8 = torch.float8_e4m3fn
 FP8_MOST = 448.0  # the largest number that it has
 LEAST_SCALE = 1e-12
+WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ class LayerCache:
                 x = store.view(torch.uint8)[page_AM].view(FP8).to(scales.dtype) * scales[page_AM][..., None]
             found.append(x.transpose(1, 2).flatten(2, 3))
         return found[0], found[1]
+
+
+def has_8_bits(device: torch.device) -> bool:
+    """Whether Triton has numbers of 8 bits there: from Ada and Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:

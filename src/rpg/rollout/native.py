@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..console import first_line
-from ..kernels.decode import FP8
+from ..kernels.decode import FP8, WITH_8_BITS, has_8_bits
 from ..kernels.fused import fuse
 from ..kernels.merged import merge
 from ..models.architecture import head_is_linear
@@ -62,8 +62,8 @@ class NativeEngine:
             self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, *cache)
         if cache_dtype not in (None, FP8):
             raise ValueError(f"a cache of {cache_dtype} is not known: None or {FP8}")
-        if cache_dtype is not None and self.decoder is None:
-            raise ValueError("a cache in 8 bits needs a GPU: rollout.cache_dtype auto")
+        if cache_dtype is not None and (self.decoder is None or (on_gpu and not has_8_bits(model.device))):
+            raise ValueError(f"a cache in 8 bits needs {WITH_8_BITS}: leave rollout.cache_dtype away")
         try:
             self._try_out()
         except ValueError as error:

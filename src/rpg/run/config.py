@@ -93,7 +93,8 @@ class RolloutConfig:
     its memory has room for, at most 1024 (see optim.offload)"""
     cache_dtype: Literal["auto", "fp8"] = "auto"
     """of keys and values while sampling, native engine: auto: the model's; fp8: 8 bits with a scale for each token and
-    head, half the memory and half the reading; old log-probabilities are then recomputed"""
+    head, half the memory and half the reading; old log-probabilities are then recomputed, and samples weighted by
+    ρ = old/engine unless loss.mismatch says otherwise"""
     old_logp: Literal["auto", "engine", "recompute"] = "auto"
     """old log-probabilities: the engine's, or recomputed by the trainer; auto: the native engine's in float32, and
     in bfloat16 as long as the measured difference is harmless; with vLLM always recomputed"""

@@ -46,6 +46,7 @@ from .phases import Phases
 from .progress import Progress, best_of, read_from, starvation, summarise
 from .reference import Reference, batch_logp, load_teacher
 from .setup import (
+    about_sampler,
     anchored,
     check_fit,
     check_rewards,
@@ -157,7 +158,7 @@ class Trainer:
         check_rewards(config)
         for text in (*(objection.text for objection in objections(config)), *warnings_about(method, config)):
             self._warn(text)
-        for text in method.remarks(rewards_of(config)):
+        for text in (*about_sampler(method, config), *method.remarks(rewards_of(config))):
             self.view.message(text)
         named = config.task
         view.stage(f"loading {named.name}")

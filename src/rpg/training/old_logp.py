@@ -34,7 +34,7 @@ class OldLogp:
 
     vLLM computes with kernels of its own, whatever the precision: with it they are recomputed unless told otherwise.
     From keys and values of 8 bits they are another policy's: always recomputed, and the engine's go to the loss beside
-    them, as what was sampled from.
+    them, as what was sampled from; setup.corrected gives the loss the weight that makes that exact.
     """
 
     def __init__(self, config: Config, loss: PolicyLoss, dtype: torch.dtype, progress: Progress | None = None):
