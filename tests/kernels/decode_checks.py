@@ -160,6 +160,18 @@ def check_8_bits() -> None:
     compare(case(groups=1, width=24, fp8=True), window=20, splits=2, block=16)
 
 
+def check_8_bits_of_nothing_and_of_very_different_sizes() -> None:
+    """A vector of zeros has a scale that can be divided by; each vector has its own."""
+    given = case(width=32, fp8=True)
+    for name in ("key_AGD", "value_AGD"):
+        given[name] = given[name].contiguous()
+        for row, factor in enumerate((0.0, 1.0, 1e-20, 1e3, 1.0)):
+            given[name][row] *= factor
+    given["query_AHD"][3] *= 1e-3
+    for splits in (1, 3):
+        compare(given, splits=splits, block=16)
+
+
 def check_pages_of_several_blocks() -> None:
     for splits in (1, 3):
         compare(case(prompts=(64, 100), length=(7, -1, 63, 64, 129), page=64), splits=splits, block=32)

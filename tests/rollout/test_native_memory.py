@@ -46,6 +46,19 @@ def test_out_of_memory_halves_the_slots_and_gives_the_same_responses(llama, monk
     assert len(told) == 2
 
 
+def test_out_of_memory_halves_the_pages_too(llama, monkeypatch):
+    """Down to one slot, for which there are always pages."""
+    if not engine.graphs:
+        pytest.skip("there are no pages")
+    expected = flat(engine(llama, 16, end_ids=NEVER).generate(PROMPTS, n=4, max_new_tokens=40, seed=5))
+    run = short_of_pages(llama, 16, 400, end_ids=NEVER)
+    short_of_memory(run, monkeypatch, most=1)
+    found = flat(run.generate(PROMPTS, n=4, max_new_tokens=40, seed=5))
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
+    assert (run.slots, run.decoder.cache_tokens) == (1, 400 // 16)
+    assert run.decoder.buffers.pages.count == 4 + 4  # one prompt and one response, of 64 tokens at most
+
+
 def test_out_of_memory_with_a_single_slot_is_an_error(llama, monkeypatch):
     run = engine(llama, 2)
     short_of_memory(run, monkeypatch, most=0)
