@@ -10,7 +10,7 @@ import pytest
 import rpg
 from rpg.console import estimated_duration
 from rpg.plan.plan import plan
-from rpg.plan.table import verdicts
+from rpg.plan.table import show, verdicts
 from rpg.run.config import Config
 from rpg.run.settings import build, flat
 from rpg.tasks import load_task
@@ -188,3 +188,26 @@ def test_the_tables_of_the_guide(monkeypatch):
             row = [f"✓ {found.memory.peak / 1e9:.0f} GB", f"{found.layout.slots}", estimated_duration(seconds.rollout)]
             row += [estimated_duration(seconds.train + seconds.logp), f"{' – '.join(runs)} days"]
             assert f"| `{folder}/{method}` | {' | '.join(row)} |" in guide
+
+
+def test_the_page_of_long_responses_has_the_plans_of_today(capsys):
+    page = (ROOT / "docs" / "long-responses.md").read_text(encoding="utf-8")
+    path = ROOT / "recipes" / "paper" / "qwen3-4b-8k" / "rpg-reinforce-urkl.yaml"
+    for title, flags in {
+        "now, as the recipe stands": {},
+        "now, `--rollout.cache_dtype fp8`": {"rollout.cache_dtype": "fp8"},
+        "now, `--optim.offload false`": {"optim.offload": False},
+    }.items():
+        found = plan(build(Config, file=path, flags=flags), "h200")
+        seconds = found.middle.seconds
+        cells = [f"{found.layout.slots}", *map(estimated_duration, (seconds.rollout, seconds.step, found.middle.run))]
+        assert f"| {title} | {' | '.join(cells)} |" in page
+    show(plan(build(Config, file=path, flags={"rollout.cache_dtype": "fp8"}), "h200"))
+    out = capsys.readouterr().out
+    begin, end = out.index(" memory, GB"), out.index("An estimate")
+    assert out[begin:end].rstrip() in page
+    row = next(
+        line for line in (ROOT / "docs" / "recipes.md").read_text("utf-8").splitlines() if "dtype fp8` |" in line
+    )
+    assert "| 320 | 114 min | 54 min | 12 – 47 – 174 days |" in row
+    assert "47 days" in out

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rpg.kernels.decode import FP8, Cache, decode_attention, launch, reference
+from rpg.kernels.decode import FP8, LayerCache, decode_attention, launch, reference
 
 CPU = torch.device("cpu")
 
@@ -76,7 +76,9 @@ def case(
     free = torch.randperm(sum(needed) + 3, generator=generator).tolist()
     tables = torch.full((len(needed), max(needed) + 1), 10**6, dtype=torch.int32)
     plain = [torch.full((len(free), groups, page, width), torch.nan) for _ in range(2)]
-    cache = Cache.empty(len(free), draw(1, groups, 1, width).to(dtype), draw(1, groups, 1, width).to(dtype), fp8, page)
+    cache = LayerCache.empty(
+        len(free), draw(1, groups, 1, width).to(dtype), draw(1, groups, 1, width).to(dtype), fp8, page
+    )
     cache.put(torch.arange(len(free))[:, None], torch.arange(page), *(x.transpose(1, 2).to(dtype) for x in plain))
     for i, tokens in enumerate([*prompts, *held.tolist()]):
         tables[i, : needed[i]] = torch.tensor([free.pop() for _ in range(needed[i])], dtype=torch.int32)
@@ -91,14 +93,14 @@ def case(
             indices[0][i], indices[1][i], indices[2][i] = 10**6, 10**6, -(10**6)
     found: dict[str, Any] = {"query_AHD": query.to(device, dtype)}
     found |= {"key_AGD": key.to(device, dtype), "value_AGD": value.to(device, dtype)}
-    found["cache"] = Cache(*(x if x is None else x.to(device) for x in whole(cache)))
+    found["cache"] = LayerCache(*(x if x is None else x.to(device) for x in whole(cache)))
     found |= {"prompt_page_QM": tables[: len(prompts)].to(device), "page_SR": tables[len(prompts) :].to(device)}
     for name, index in zip(("prompt_A", "prompt_length_A", "slot_A", "length_A"), indices, strict=True):
         found[name] = index.to(device, torch.int32)
     return found | {"scaling": width**-0.5}
 
 
-def whole(cache: Cache) -> list[Any]:
+def whole(cache: LayerCache) -> list[Any]:
     return [cache.keys_CGTD, cache.values_CGTD, cache.key_scale_CGT, cache.value_scale_CGT]
 
 
@@ -106,8 +108,8 @@ def double(given: dict[str, Any]) -> dict[str, Any]:
     """A copy with every tensor of numbers in float64; 8 bits stay 8 bits."""
 
     def raised(x: Any) -> Any:
-        if isinstance(x, Cache):
-            return Cache(*(None if part is None else raised(part) for part in whole(x)))
+        if isinstance(x, LayerCache):
+            return LayerCache(*(None if part is None else raised(part) for part in whole(x)))
         if not torch.is_tensor(x):
             return x
         return x.double() if x.is_floating_point() and x.dtype != FP8 else x.clone()
@@ -158,6 +160,18 @@ def check_8_bits() -> None:
     compare(case(groups=1, width=24, fp8=True), window=20, splits=2, block=16)
 
 
+def check_8_bits_of_nothing_and_of_very_different_sizes() -> None:
+    """A vector of zeros has a scale that can be divided by; each vector has its own."""
+    given = case(width=32, fp8=True)
+    for name in ("key_AGD", "value_AGD"):
+        given[name] = given[name].contiguous()
+        for row, factor in enumerate((0.0, 1.0, 1e-20, 1e3, 1.0)):
+            given[name][row] *= factor
+    given["query_AHD"][3] *= 1e-3
+    for splits in (1, 3):
+        compare(given, splits=splits, block=16)
+
+
 def check_pages_of_several_blocks() -> None:
     for splits in (1, 3):
         compare(case(prompts=(64, 100), length=(7, -1, 63, 64, 129), page=64), splits=splits, block=32)
@@ -194,7 +208,7 @@ def check_generating_token_by_token_is_attention_over_the_whole() -> None:
     steps, tokens, width = 12, 5, 16
     sequence = torch.randn(3, 2, tokens + steps, width, generator=generator)  # q, k, v of two rows
     key, value = (sequence[i, :, None, :tokens] for i in (1, 2))
-    cache = Cache.empty(6, key, value, fp8=False, page=16)
+    cache = LayerCache.empty(6, key, value, fp8=False, page=16)
     prompt_page, page = torch.tensor([[3], [5]], dtype=torch.int32), torch.tensor([[1], [0]], dtype=torch.int32)
     for row in range(2):
         cache.put(prompt_page[row].long(), torch.arange(tokens), key[row].transpose(0, 1), value[row].transpose(0, 1))

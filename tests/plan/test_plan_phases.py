@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rpg.plan.plan import plan
-from rpg.run.config import Config
+from rpg.run.config import Config, RolloutConfig
 from rpg.run.settings import build
 
 ROOT = Path(__file__).parents[2]
@@ -28,3 +28,10 @@ def test_the_papers_8k_recipe():
     assert rounded.layout.slots > 2 * found.layout.slots
     assert rounded.middle.run < 120 * 86400 / 2
     assert rounded.middle.seconds.logp > found.middle.seconds.logp == 0  # computed again
+
+
+def test_a_cache_in_8_bits_on_a_device_that_has_none():
+    config = Config(rollout=RolloutConfig(cache_dtype="fp8"))
+    for device, has in (("h200", True), ("l40s", True), ("a100", False), ("cpu", False)):
+        text = "rollout.cache_dtype fp8 needs a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
+        assert (text in plan(config, device).objections) != has

@@ -8,9 +8,9 @@ import torch
 
 import tiny
 from rollout.engines import PROMPTS, engine, flat, forward_logp
-from rpg.kernels.decode import Cache
+from rpg.kernels.decode import LayerCache
 from rpg.rollout import NativeEngine
-from rpg.rollout.pages import from_host, to_host
+from rpg.rollout.pages import from_host, page_bytes, to_host
 
 pytestmark = pytest.mark.usefixtures("graphs")
 
@@ -44,6 +44,19 @@ def test_out_of_memory_halves_the_slots_and_gives_the_same_responses(llama, monk
     run.generate(PROMPTS, n=4, max_new_tokens=9, seed=6)
     assert tried == [64, 10, 5, 5]
     assert len(told) == 2
+
+
+def test_out_of_memory_halves_the_pages_too(llama, monkeypatch):
+    """Down to one slot, for which there are always pages."""
+    if not engine.graphs:
+        pytest.skip("there are no pages")
+    expected = flat(engine(llama, 16, end_ids=NEVER).generate(PROMPTS, n=4, max_new_tokens=40, seed=5))
+    run = short_of_pages(llama, 16, 400, end_ids=NEVER)
+    short_of_memory(run, monkeypatch, most=1)
+    found = flat(run.generate(PROMPTS, n=4, max_new_tokens=40, seed=5))
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
+    assert (run.slots, run.decoder.cache_tokens) == (1, 400 // 16)
+    assert run.decoder.buffers.pages.count == 4 + 4  # one prompt and one response, of 64 tokens at most
 
 
 def test_out_of_memory_with_a_single_slot_is_an_error(llama, monkeypatch):
@@ -134,6 +147,32 @@ def test_responses_that_wait_for_pages_are_the_same(llama, tokens, ends):
     assert pages.count == max(4 + 2 * 4, tokens // 16)  # a response and two prompts of 64 fit
 
 
+@pytest.mark.parametrize("pages", [0, 3])
+def test_responses_that_the_host_has_no_room_for_begin_again(llama, pages):
+    """After their first token, with the same random numbers: the same tokens, kept sets and log-probabilities."""
+    if not engine.graphs:
+        pytest.skip("there are no pages")
+    how = {"n": 4, "max_new_tokens": 50, "seed": 5, "top_p": 0.8, "kept": True}
+    expected = flat(engine(llama, 16, end_ids=NEVER).generate(PROMPTS, **how))
+    run = short_of_pages(llama, 16, 240, end_ids=NEVER, host_bytes=0)
+    run.generate(PROMPTS, n=1, max_new_tokens=2)
+    run.decoder.host_bytes = pages * page_bytes(run.decoder.buffers.layers) + 1
+    found = flat(run.generate(PROMPTS, **how))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.tokens, one.kept) == (other.tokens, other.kept)
+        assert one.logp == pytest.approx(other.logp, abs=1e-5)
+    timing = run.timing
+    assert 0 < timing.begun_again <= timing.set_back
+    assert (timing.begun_again == timing.set_back) == (pages == 0)
+
+
+def test_copies_on_the_host_are_of_a_few_pages_each():
+    layer = LayerCache.empty(40, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), True, page=4)
+    assert page_bytes([layer, layer]) == 2 * 2 * (2 * 4 * 8 + 2 * 4 * 4)
+    copies = to_host([layer], list(range(35)))
+    assert [len(copy) for copy in copies] == [16] * 4 + [16] * 4 + [3] * 4
+
+
 def test_kept_sets_of_responses_that_wait(llama):
     if not engine.graphs:
         pytest.skip("there are no pages")
@@ -149,12 +188,12 @@ def test_what_is_set_back_comes_back_bit_for_bit():
     generator = torch.Generator().manual_seed(0)
     layers = []
     for width, fp8 in ((8, False), (16, True)):
-        layer = Cache.empty(6, torch.zeros(1, 2, 1, width), torch.zeros(1, 2, 1, width), fp8, page=4)
+        layer = LayerCache.empty(6, torch.zeros(1, 2, 1, width), torch.zeros(1, 2, 1, width), fp8, page=4)
         page, place = torch.arange(6)[:, None], torch.arange(4)
         layer.put(page, place, *torch.randn(2, 6, 4, 2, width, generator=generator))
         layers.append(layer)
     before = [[part.clone() for part in layer.parts] for layer in layers]
-    first, second, nothing = to_host(layers, [[4, 1], [3], []])
+    first, second, nothing = (to_host(layers, held) for held in ([4, 1], [3], []))
     from_host(layers, [], nothing)
     for layer in layers:
         for part in layer.parts:
@@ -168,7 +207,10 @@ def test_what_is_set_back_comes_back_bit_for_bit():
 
 def test_a_cache_in_8_bits_draws_from_nearly_the_same_policy(llama):
     if not engine.graphs:
-        with pytest.raises(ValueError, match="a cache in 8 bits needs a GPU"):
+        with pytest.raises(
+            ValueError,
+            match=r"^a cache in 8 bits needs a GPU that has such numbers .*: leave rollout\.cache_dtype away$",
+        ):
             NativeEngine(llama, tiny.tokenizer(), graphs=False, cache_dtype=torch.float8_e4m3fn)
         return
     run = engine(llama, 8, cache_dtype=torch.float8_e4m3fn)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..console import choose
+from ..kernels.decode import has_8_bits
 
 GPU_OVERHEAD = 36e-6, 8e-3  # seconds a layer of a decoding step (a captured graph), of a training pass (its launches)
 CPU_OVERHEAD = 1e-3, 2e-3
@@ -29,16 +30,24 @@ class Device:
     source: str  # of these numbers
     cpu: bool = False
     host_bandwidth: float = PCIE_4  # bytes a second between the host's memory and its own
+    eight_bits: bool = True  # whether its kernels can have numbers of 8 bits (e4m3)
 
 
 def _published(
-    name: str, gigabytes: float, teraflops: float, terabytes: float, sheet: str, host: float = PCIE_4
+    name: str,
+    gigabytes: float,
+    teraflops: float,
+    terabytes: float,
+    sheet: str,
+    host: float = PCIE_4,
+    eight_bits: bool = True,
 ) -> Device:
     """Taken to reach as much of its published rates as the H200 does."""
     flops, bandwidth = teraflops * 1e12 * REACHED[0], terabytes * 1e12 * REACHED[1]
     text = f"{sheet}: {gigabytes:g} GB, {teraflops:g} TFLOP/s dense bf16, {terabytes:g} TB/s, of which an H200 reaches "
     text += f"{REACHED[0]:.0%} and {REACHED[1]:.0%}"
-    return Device(name, int(gigabytes * 1e9), flops, bandwidth, *GPU_OVERHEAD, source=text, host_bandwidth=host)
+    rates = flops, bandwidth, *GPU_OVERHEAD
+    return Device(name, int(gigabytes * 1e9), *rates, text, host_bandwidth=host, eight_bits=eight_bits)
 
 
 DEVICES: dict[str, Device] = {
@@ -52,7 +61,7 @@ DEVICES: dict[str, Device] = {
         host_bandwidth=PCIE_5,
     ),
     "h100": _published("NVIDIA H100 SXM", 80, 989.4, 3.35, "NVIDIA's H100 data sheet", PCIE_5),
-    "a100": _published("NVIDIA A100 80GB SXM", 80, 312, 2.039, "NVIDIA's A100 data sheet"),
+    "a100": _published("NVIDIA A100 80GB SXM", 80, 312, 2.039, "NVIDIA's A100 data sheet", eight_bits=False),
     "l40s": _published("NVIDIA L40S", 48, 362, 0.864, "NVIDIA's L40S data sheet"),
     "rtx4090": _published("NVIDIA GeForce RTX 4090", 24, 165.2, 1.008, "NVIDIA's Ada architecture white paper"),
 }
@@ -87,7 +96,7 @@ def at_hand(device: torch.device) -> Device:
     overhead = CPU_OVERHEAD if cpu else GPU_OVERHEAD
     flops, bandwidth = 2 * size**3 / product, 2 * flat.numel() * flat.element_size() / copy
     source = f"measured now: {flops / 1e12:.3g} TFLOP/s, {bandwidth / 1e12:.3g} TB/s"
-    return Device(name, memory, flops, bandwidth, *overhead, source, cpu, host.nbytes / sent)
+    return Device(name, memory, flops, bandwidth, *overhead, source, cpu, host.nbytes / sent, has_8_bits(device))
 
 
 def physical_memory() -> int:

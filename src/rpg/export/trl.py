@@ -201,6 +201,8 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
     yield "minibatches: of the same size, but TRL does not keep the responses to a prompt together"
     if rollout.engine == "native":
         yield "rollout.engine=native, rollout.slots: model.generate; --rollout.engine vllm is faster"
+    if rollout.cache_dtype != "auto" or optim.offload:
+        yield "rollout.cache_dtype, optim.offload: they are of rpg's own engine"
     if optim.weight_decay:
         yield f"optim.weight_decay={optim.weight_decay:g}: TRL's is on embeddings too"
     if not evaluated(config):

@@ -348,6 +348,8 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
         yield "the order of the problems: verl shuffles them itself, by the same seed but otherwise"
     if rollout.engine == "native":
         yield "rollout.engine=native: verl samples with vLLM, in weights of its own"
+    if rollout.cache_dtype != "auto" or optim.offload:
+        yield "rollout.cache_dtype, optim.offload: they are of rpg's own engine"
     if rollout.old_logp == "auto":
         yield "rollout.old_logp=auto: recomputed by the trainer, as rpg train does with vLLM"
     if rollout.slots is None:

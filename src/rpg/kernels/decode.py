@@ -24,10 +24,11 @@ PAGE = 64  # tokens
 FP8 = torch.float8_e4m3fn
 FP8_MOST = 448.0  # the largest number that it has
 LEAST_SCALE = 1e-12
+WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
 
 
 @dataclass(frozen=True)
-class Cache:
+class LayerCache:
     """One layer's keys and values, [C,G,T,D]: C pages of T tokens. In 8 bits with a scale for each token and head."""
 
     keys_CGTD: Tensor
@@ -36,7 +37,7 @@ class Cache:
     value_scale_CGT: Tensor | None = None
 
     @classmethod
-    def empty(cls, pages: int, key: Tensor, value: Tensor, fp8: bool, page: int = PAGE) -> Cache:
+    def empty(cls, pages: int, key: Tensor, value: Tensor, fp8: bool, page: int = PAGE) -> LayerCache:
         """For keys and values [.., G, .., D] like these."""
 
         def room(x: Tensor) -> Tensor:
@@ -83,6 +84,11 @@ class Cache:
         return found[0], found[1]
 
 
+def has_8_bits(device: torch.device) -> bool:
+    """Whether Triton has numbers of 8 bits there: from Ada and Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rounded, and the scale of each vector: its largest number becomes the largest that 8 bits have."""
     x = x.float()
@@ -94,7 +100,7 @@ def decode_attention(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    cache: Cache,
+    cache: LayerCache,
     prompt_page_QM: Tensor,
     page_SR: Tensor,
     prompt_A: Tensor,
@@ -128,7 +134,7 @@ def launch(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    cache: Cache,
+    cache: LayerCache,
     prompt_page_QM: Tensor,
     page_SR: Tensor,
     prompt_A: Tensor,
@@ -210,7 +216,7 @@ def reference(
     query_AHD: Tensor,
     key_AGD: Tensor,
     value_AGD: Tensor,
-    cache: Cache,
+    cache: LayerCache,
     prompt_page_QM: Tensor,
     page_SR: Tensor,
     prompt_A: Tensor,

@@ -18,6 +18,7 @@ from ..costs.devices import Device
 from ..costs.memory import Layout
 from ..costs.operations import Operations
 from ..costs.seconds import StepSizes, Work, offload_seconds, rollout_seconds, train_seconds
+from ..kernels.decode import WITH_8_BITS
 from ..loss.methods import Method
 from ..models.adapters import adapted
 from ..models.adapters import weights as adapter_weights
@@ -30,6 +31,7 @@ from ..run.folder import AUTO, holds_run, next_folder
 from ..run.teacher import check_rows, check_tokens, teacher_of
 from ..training.old_logp import OldLogp
 from ..training.setup import (
+    about_sampler,
     algorithm_of,
     anchored,
     check_rewards,
@@ -169,7 +171,7 @@ def plan(
     )
     data = data_of(config)
     passes = [work] * (OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq)
-    warnings = [*warnings_about(method, config), *method.remarks(rewards_of(config))]
+    warnings = [*warnings_about(method, config), *about_sampler(method, config), *method.remarks(rewards_of(config))]
     if held:
         taught = config.reference.model is not None
         passes.append(_of_teacher(work, config, dtype) if taught else work)
@@ -178,6 +180,8 @@ def plan(
     against = [objection.text for objection in objections(config)]
     if config.insist:
         warnings, against = [*against, *warnings], []
+    if rollout.cache_dtype != "auto" and not chosen.eight_bits:
+        against.append(f"rollout.cache_dtype {rollout.cache_dtype} needs {WITH_8_BITS}")
     context = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and prompt + rollout.max_new_tokens > context:
         certain = prompt_tokens is not None or not data.guessed or rollout.max_new_tokens >= context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -17,7 +18,7 @@ from .attention import attending
 from .engine import Rollout, Sampling, read_rollouts
 from .graphs import GraphDecoder, Timing
 from .kept import KeptPool, KeptStore
-from .pages import SetBack, from_host, to_host
+from .pages import SetBack, from_host, page_bytes, to_host
 
 LOOK_EVERY = 8  # steps between two looks at who is done
 READ_TOKENS = 32768  # prompt tokens in one pass
@@ -65,7 +66,7 @@ class GraphBatch:
         self.undone = [n] * len(prompts)  # samples of each prompt that are not done
         self.pending: dict[int, Tensor] = {}  # logits after the prompt that was read last, of which more may be begun
         self.queue = deque(range(total))  # requests that are still to be begun
-        self.done = self.set_back = 0
+        self.done = self.set_back = self.begun_again = 0
         self.steps = self.row_steps = 0  # decoding steps, and those of all rows
 
     def _sizes(self) -> tuple[int, int, int]:
@@ -90,7 +91,7 @@ class GraphBatch:
                     progress(self.done)
         if self.buffers.kept is not None and self.kept is not None:
             self.buffers.kept.spill(self.kept, last=True)
-        self.decoder.timing = Timing(prefill, decode, self.steps, self.set_back)
+        self.decoder.timing = Timing(prefill, decode, self.steps, self.set_back, self.begun_again)
 
     def _decode(self) -> None:
         """A few steps of all live rows, and a look at who is done."""
@@ -200,17 +201,35 @@ class GraphBatch:
         pages.extend(pages.slots, [self.slot[r] for r in self.live], [age + count for age in self.age])
 
     def _set_back(self, rows: Sequence[int]) -> None:
-        b, requests = self.buffers, [self.live[row] for row in rows]
-        held = [
-            b.pages.slots.pages[self.slot[r]][: b.pages.needed(self.age[row])]
-            for r, row in zip(requests, rows, strict=True)
-        ]
-        columns, copies = b.state_5S[:, self._index(rows)].cpu(), to_host(b.layers, held)
-        for i, (r, row) in enumerate(zip(requests, rows, strict=True)):
-            self.waiting.append(SetBack(r, self.age[row], columns[:, i], copies[i]))
-            b.pages.drop(b.pages.slots, self.slot[r])
+        """The oldest of these rows go to the host, as far as it has room; the others will begin again."""
+        b, requests, ages = self.buffers, [self.live[row] for row in rows], [self.age[row] for row in rows]
+        slots = [self.slot[r] for r in requests]
+        columns, first = b.state_5S[:, self._index(rows)].cpu(), b.tokens_SR[self._index(slots), 0].tolist()
+        room, kept = self._room_on_host(), set()
+        for i in sorted(range(len(rows)), key=ages.__getitem__, reverse=True):
+            if b.pages.needed(ages[i]) <= room:
+                room -= b.pages.needed(ages[i])
+                kept.add(i)
+        for i, (r, age, slot) in enumerate(zip(requests, ages, slots, strict=True)):
+            if i in kept:
+                held = b.pages.slots.pages[slot][: b.pages.needed(age)]
+                self.waiting.append(SetBack(r, age, columns[:, i], to_host(b.layers, held)))
+            else:
+                self._begin_again(r, age, first[i], columns[:, i])
+            b.pages.drop(b.pages.slots, slot)
         self.set_back += len(rows)
+        self.begun_again += len(rows) - len(kept)
         self._keep([row for row in range(len(self.live)) if row not in rows])
+
+    def _begin_again(self, request: int, age: int, first: int, state_5: Tensor) -> None:
+        self.waiting.append(SetBack.from_first_token(request, first, state_5))
+
+    def _room_on_host(self) -> float:
+        """Pages that those who wait may still have there."""
+        if self.decoder.host_bytes is None:
+            return math.inf
+        held = sum(self.buffers.pages.needed(back.age) for back in self.waiting)
+        return self.decoder.host_bytes // page_bytes(self.buffers.layers) - held
 
     def _resume(self) -> bool:
         """Those that wait, the first of them first, while every live row may still take one more page."""
@@ -221,7 +240,7 @@ class GraphBatch:
                 break
             slot = self.slot[back.request]
             pages.extend(pages.slots, [slot], [back.age])
-            from_host(b.layers, pages.slots.pages[slot], back.parts)
+            from_host(b.layers, pages.slots.pages[slot], back.copies)
             b.state_5S[:, live] = back.state_5.to(b.state_5S.device)
             self.live.append(back.request)
             self.age.append(back.age)

@@ -38,13 +38,15 @@ class Timing:
     prefill: float
     decode: float
     steps: int
-    set_back: int  # times that a response had to wait for pages
+    set_back: int = 0  # times that a response had to wait for pages
+    begun_again: int = 0  # of these, times that the host had no room for what it held
 
 
 class GraphDecoder:
     """Generates with up to ``slots`` rows. ``capture`` False: the same steps without graphs, on any device.
 
-    ``cache_tokens``: that the pages hold in all; None: enough for the longest response in every slot.
+    ``cache_tokens``: that the pages hold in all; None: enough for the longest response in every slot. ``host_bytes``:
+    for responses that wait for pages; None: as many as they take.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class GraphDecoder:
         warn: Callable[[str], None],
         cache_tokens: int | None = None,
         fp8: bool = False,
+        host_bytes: int | None = None,
     ):
         self.model, self.linear, self.slots, self.capture, self.warn = model, linear, slots, capture, warn
-        self.cache_tokens, self.fp8, self.page = cache_tokens, fp8, PAGE
+        self.cache_tokens, self.fp8, self.page, self.host_bytes = cache_tokens, fp8, PAGE, host_bytes
         self.longest_prompt = 0  # that is to be expected: more would need new buffers and new graphs
         self.buffers: Slots | None = None
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}

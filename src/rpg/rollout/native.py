@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..console import first_line
-from ..kernels.decode import FP8
+from ..kernels.decode import FP8, WITH_8_BITS, has_8_bits
 from ..kernels.fused import fuse
 from ..kernels.merged import merge
 from ..models.architecture import head_is_linear
@@ -34,7 +34,8 @@ class NativeEngine:
     On a GPU decoding steps are replayed CUDA graphs (graphs.py), elsewhere plain ones (eager.py); ``graphs`` overrides.
     ``end_ids`` end a response (Policy.end_ids); None: the tokenizer's and the generation config's. On a GPU keys and
     values lie in pages, for ``cache_tokens`` tokens in all: rows take them as they grow, and the youngest wait when
-    there are none left. ``cache_dtype`` torch.float8_e4m3fn: in 8 bits, with a scale for each token and head.
+    there are none left, in at most ``host_bytes`` of host memory. ``cache_dtype`` torch.float8_e4m3fn: in 8 bits, with
+    a scale for each token and head.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class NativeEngine:
         *,
         cache_tokens: int | None = None,
         cache_dtype: torch.dtype | None = None,
+        host_bytes: int | None = None,
     ):
         self.model, self.slots, self.warn = model, slots, warn
         self.busy = 0.0  # share of the slots' time that was decoding, in the last call
@@ -59,12 +61,12 @@ class NativeEngine:
         if (on_gpu if graphs is None else graphs) and len(self.end_ids) <= END_ROOM:
             fuse(model)
             merge(model)
-            fp8 = cache_dtype == FP8
-            self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, cache_tokens, fp8)
+            cache = cache_tokens, cache_dtype == FP8, host_bytes
+            self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, *cache)
         if cache_dtype not in (None, FP8):
             raise ValueError(f"a cache of {cache_dtype} is not known: None or {FP8}")
-        if cache_dtype is not None and self.decoder is None:
-            raise ValueError("a cache in 8 bits needs a GPU: rollout.cache_dtype auto")
+        if cache_dtype is not None and (self.decoder is None or (on_gpu and not has_8_bits(model.device))):
+            raise ValueError(f"a cache in 8 bits needs {WITH_8_BITS}: leave rollout.cache_dtype away")
         try:
             self._try_out()
         except ValueError as error:

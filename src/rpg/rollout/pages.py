@@ -1,7 +1,8 @@
 """Which pages of the cache are whose: of a prompt, or of the slot of a response. Rows take pages as they grow.
 
 A row that has to wait for pages is set back: what it holds goes to the host, and comes back, bit for bit, when others
-have ended. So it goes on with the same numbers, and gives the same tokens and log-probabilities.
+have ended. So it goes on with the same numbers, and gives the same tokens and log-probabilities. Where the host has no
+room either, it will begin again after its first token, and draw the same tokens by the same random numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.decode import Cache
+from ..kernels.decode import LayerCache
+from ..kernels.step import LENGTH, TOKEN
+
+AT_ONCE = 16  # pages of a copy: torch takes pinned memory in powers of two
 
 
 class Table:
@@ -76,31 +80,42 @@ class SetBack:
     """A response that waits for pages."""
 
     request: int
-    age: int  # tokens of it that are in the cache
+    age: int  # tokens of it that were in the cache, and will be when it goes on
     state_5: Tensor  # its column of the state
-    parts: list[Tensor]  # its pages of every part of every layer, on the host
+    copies: list[Tensor]  # what its pages held, on the host
+
+    @classmethod
+    def from_first_token(cls, request: int, token: int, state_5: Tensor) -> SetBack:
+        state_5 = state_5.clone()
+        state_5[LENGTH], state_5[TOKEN] = 0, token
+        return cls(request, 0, state_5, [])
 
 
-def to_host(layers: Sequence[Cache], pages: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-    """Copies of these pages, for each of several rows."""
-    sizes = [len(held) for held in pages]
-    parts = [part for layer in layers for part in layer.parts]
-    page_N = torch.tensor([page for held in pages for page in held], dtype=torch.long, device=parts[0].device)
-    rows: list[list[Tensor]] = [[] for _ in pages]
-    for part in parts:
-        found = part[page_N]
-        copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
-        copy.copy_(found, non_blocking=True)
-        for row, piece in zip(rows, torch.split(copy, sizes), strict=True):
-            row.append(piece)
+def page_bytes(layers: Sequence[LayerCache]) -> int:
+    """Of one page, in all layers."""
+    return sum(part[0].nbytes for layer in layers for part in layer.parts)
+
+
+def to_host(layers: Sequence[LayerCache], held: Sequence[int]) -> list[Tensor]:
+    """Copies of these pages: of every part of every layer, a few pages at a time."""
+    parts, copies = [part for layer in layers for part in layer.parts], []
+    for some in _a_few(held, parts[0].device):
+        for part in parts:
+            found = part[some]
+            copies.append(torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda))
+            copies[-1].copy_(found, non_blocking=True)
     if parts[0].is_cuda:
         torch.cuda.synchronize()
-    return rows
+    return copies
 
 
-def from_host(layers: Sequence[Cache], held: Sequence[int], copies: Sequence[Tensor]) -> None:
+def from_host(layers: Sequence[LayerCache], held: Sequence[int], copies: Sequence[Tensor]) -> None:
     """What was copied, into these pages."""
-    parts = [part for layer in layers for part in layer.parts]
-    page_N = torch.tensor(held, dtype=torch.long, device=parts[0].device)
-    for part, copy in zip(parts, copies, strict=True):
-        part[page_N] = copy.to(part.device, non_blocking=True)
+    parts, left = [part for layer in layers for part in layer.parts], iter(copies)
+    for some in _a_few(held, parts[0].device):
+        for part in parts:
+            part[some] = next(left).to(part.device, non_blocking=True)
+
+
+def _a_few(held: Sequence[int], device: torch.device) -> list[Tensor]:
+    return [torch.tensor(held[i : i + AT_ONCE], device=device) for i in range(0, len(held), AT_ONCE)]

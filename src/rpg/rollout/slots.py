@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.decode import Cache, decode_attention
+from ..kernels.decode import LayerCache, decode_attention
 from ..kernels.packed import Packing, attend
 from ..kernels.sample import Pool
 from ..kernels.step import DEAD, LENGTH, PROMPT, PROMPT_LENGTH, SLOT
@@ -33,7 +33,7 @@ class Slots:
         if cache_tokens is not None:  # a response can always go on alone, and the next prompt be read beside it
             count = min(count, max(row_pages + 2 * prompt_pages, cache_tokens // page))
         self.pages, self.fp8 = Pages(count, page, sizes, device), fp8
-        self.layers: list[Cache] = []
+        self.layers: list[LayerCache] = []
         self.state_5S = torch.full((5, slots), DEAD, dtype=torch.int32, device=device)
         self.tokens_SR = torch.zeros(slots, room, dtype=torch.int32, device=device)
         self.logp_SR = torch.zeros(slots, room, device=device)
@@ -54,7 +54,7 @@ class Slots:
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self.reading is not None:
             if layer == len(self.layers):
-                self.layers.append(Cache.empty(self.pages.count, key, value, self.fp8, self.pages.page))
+                self.layers.append(LayerCache.empty(self.pages.count, key, value, self.fp8, self.pages.page))
             self.layers[layer].put(self.page_N, self.place_N, key[0].transpose(0, 1), value[0].transpose(0, 1))
         return key, value
 

@@ -263,7 +263,7 @@ class GraphStream(Stream, GraphBatch):
         spare, held = len(pages.free) - len(self.live), pages.prompt_pages + pages.needed(self.sampling.max_new_tokens)
         while self.begun and self.free:
             r = self.begun[0]
-            i, age = r // self.n, len(self._part(r).tokens) - 1
+            i, age = r // self.n, self._age(r)
             size = 0 if i in self.prompt_row else pages.needed(len(self.prompts[i]))
             if (spare < size + pages.needed(age) + 1 or tokens > READ_TOKENS) and (requests or self.live):
                 break
@@ -284,7 +284,7 @@ class GraphStream(Stream, GraphBatch):
 
     def _restore_cache(self, requests: Sequence[int]) -> None:
         b, pages = self.buffers, self.buffers.pages
-        kept = [r for r in requests if self._part(r).cache]
+        kept = [r for r in requests if self._part(r).cache or (self._age(r) == 0 and self.groups[r // self.n].cache)]
         if kept and not b.layers:  # they are made when a first prompt is read
             self.decoder.read([self.prompts[kept[0] // self.n]], [self.prompt_row[kept[0] // self.n]])
         for i in dict.fromkeys(r // self.n for r in kept):
@@ -297,6 +297,10 @@ class GraphStream(Stream, GraphBatch):
         if again:
             sequences = [(self.prompts[r // self.n], self._part(r).tokens) for r in again]
             self.decoder.read_again(sequences, [(self.prompt_row[r // self.n], self.slot[r]) for r in again])
+
+    def _age(self, request: int) -> int:
+        """Tokens of this response that belong into the cache."""
+        return len(self._part(request).tokens) - 1
 
     def _restore_rows(self, requests: Sequence[int]) -> None:
         b, begin, width = self.buffers, len(self.live), self.uniform.shape[1]
@@ -311,19 +315,23 @@ class GraphStream(Stream, GraphBatch):
         b.state_5S[:, begin : begin + len(requests)] = torch.tensor(columns).T.to(b.state_5S)
         b.uniform_SR[self._index([self.slot[r] for r in requests]), :width] = self.uniform[self._index(requests)]
         self.live += requests
-        self.age += [len(self._part(r).tokens) - 1 for r in requests]
+        self.age += [self._age(r) for r in requests]
+
+    def _begin_again(self, request: int, age: int, first: int, state_5: Tensor) -> None:
+        """Its tokens stay, which may be of earlier weights: their keys are computed anew when there is room."""
+        b, slot, size = self.buffers, self.slot[request], age + 1
+        tokens, logp = b.tokens_SR[slot, :size].tolist(), b.logp_SR[slot, :size].tolist()
+        self._part(request).drawn(tokens, logp, self.version, ended=False, over=False)
+        self._part(request).cache = []
+        self.slot[request] = -1
+        self.free.append(slot)
+        self.begun.append(request)
 
     def _copy_cache(self) -> None:
         b, pages = self.buffers, self.buffers.pages
-        rows = list(self.prompt_row)
-        for i, copies in zip(
-            rows, to_host(b.layers, [pages.prompts.pages[self.prompt_row[i]] for i in rows]), strict=True
-        ):
-            self.groups[i].cache = copies
-        held = [
-            pages.slots.pages[self.slot[r]][: pages.needed(age)] for r, age in zip(self.live, self.age, strict=True)
-        ]
-        for r, copies in zip(self.live, to_host(b.layers, held), strict=True):
-            self._part(r).cache = copies
+        for i, row in self.prompt_row.items():
+            self.groups[i].cache = to_host(b.layers, pages.prompts.pages[row])
+        for r, age in zip(self.live, self.age, strict=True):
+            self._part(r).cache = to_host(b.layers, pages.slots.pages[self.slot[r]][: pages.needed(age)])
         for back in self.waiting:
-            self._part(back.request).cache = back.parts
+            self._part(back.request).cache = back.copies

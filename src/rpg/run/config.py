@@ -93,7 +93,8 @@ class RolloutConfig:
     its memory has room for, at most 1024 (see optim.offload)"""
     cache_dtype: Literal["auto", "fp8"] = "auto"
     """of keys and values while sampling, native engine: auto: the model's; fp8: 8 bits with a scale for each token and
-    head, half the memory and half the reading; old log-probabilities are then recomputed"""
+    head, half the memory and half the reading; old log-probabilities are then recomputed, and samples weighted by
+    ρ = old/engine unless loss.mismatch says otherwise"""
     ahead: NonNegative = 0.0
     """how far sampling may run ahead, in batches: so many groups more than a step needs are under way, they go on with
     the new weights, and a step takes those that end first; 0: a step samples its own groups and waits for the last"""

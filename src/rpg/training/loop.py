@@ -45,6 +45,7 @@ from .reference import Reference, batch_logp, load_teacher
 from .samples.collect import UNEQUAL, Experience, Sampler
 from .samples.source import Source
 from .setup import (
+    about_sampler,
     anchored,
     check_ahead,
     check_fit,
@@ -138,7 +139,7 @@ class Trainer:
         check_rewards(config)
         for text in (*(objection.text for objection in objections(config)), *warnings_about(method, config)):
             self._warn(text)
-        for text in method.remarks(rewards_of(config)):
+        for text in (*about_sampler(method, config), *method.remarks(rewards_of(config))):
             self.view.message(text)
         named = config.task
         view.stage(f"loading {named.name}")
@@ -423,6 +424,8 @@ class Trainer:
             return
         start = time.perf_counter()
         self.view.stage("saving")
+        if self.world.sharded:
+            self.phases.training()  # parts are gathered on the device, where the engine's cache would be in the way
         tensors = self.state.tensors()
         with self.averaged() if self.world.sharded else contextlib.nullcontext():
             self.world.on_rank0(lambda: self._write(tensors, logs))

@@ -37,7 +37,7 @@ class OldLogp:
     that policy, whatever the precision, and the weights are exact. Recomputed, old is the policy at the start of the
     step, and the loss needs a mismatch rule for the weight old/behaviour.
     From keys and values of 8 bits they are another policy's: always recomputed, and the engine's go to the loss beside
-    them, as what was sampled from.
+    them, as what was sampled from; setup.corrected gives the loss the weight that makes that exact.
     """
 
     def __init__(self, config: Config, loss: PolicyLoss, dtype: torch.dtype, progress: Progress | None = None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import torch
@@ -33,28 +33,31 @@ class Phases:
         self._seconds = 0.0
 
     def sampling(self) -> None:
-        if self._begins("sampling") and self.offload:
-            begin = perf_counter()
-            tensors = self.optimizer.idle_in_sampling()
-            self._host |= pinned({key: x for key, x in tensors.items() if key not in self._host}, self.device)
-            self._move(tensors, {key: self._host[key] for key in tensors})
-            self._seconds += perf_counter() - begin
+        self._begin("sampling", self._to_host)
 
     def training(self) -> None:
-        if self._begins("training") and self.offload:
-            begin = perf_counter()
-            self.engine.release()
-            tensors = self.optimizer.idle_in_sampling()
-            self._move(tensors, {key: torch.empty_like(x, device=self.device) for key, x in tensors.items()})
-            self._seconds += perf_counter() - begin
+        self._begin("training", self._to_device)
 
-    def _begins(self, phase: str) -> bool:
+    def _begin(self, phase: str, move: Callable[[], None]) -> None:
         if phase == self.now:
-            return False
+            return
         self._note_peak()
-        gpu_peak_memory_gb(self.device, reset=True)
+        if self.offload:
+            begin = perf_counter()
+            move()
+            self._seconds += perf_counter() - begin
+        gpu_peak_memory_gb(self.device, reset=True)  # now that what the phase before had is gone
         self.now = phase
-        return True
+
+    def _to_host(self) -> None:
+        tensors = self.optimizer.idle_in_sampling()
+        self._host |= pinned({key: x for key, x in tensors.items() if key not in self._host}, self.device)
+        self._move(tensors, {key: self._host[key] for key in tensors})
+
+    def _to_device(self) -> None:
+        self.engine.release()
+        tensors = self.optimizer.idle_in_sampling()
+        self._move(tensors, {key: torch.empty_like(x, device=self.device) for key, x in tensors.items()})
 
     @torch.no_grad()
     def _move(self, tensors: Mapping[State, Tensor], places: Mapping[State, Tensor]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..console import first_line, one_of
-from ..costs.memory import Layout
+from ..costs.devices import host_memory
+from ..costs.memory import WAITING_SHARE, Layout
 from ..distributed.context import QUIET, RunContext
 from ..distributed.ranks import NO_GPU, named_device
 from ..loss.advantages import GROUP_KINDS, Advantage
@@ -19,6 +20,7 @@ from ..loss.clip import Unweighted
 from ..loss.gates import BY_NAME as GATES
 from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
+from ..loss.mismatch import Mismatch
 from ..loss.policy_loss import PolicyLoss
 from ..loss.registry import ANCHORS, LONGEST, with_advantage
 from ..models.policy import Policy
@@ -148,7 +150,7 @@ def _check_context(policy: Policy, longest: int, config: Config) -> None:
 def method_of(config: Config) -> Method:
     """The run's algorithm, with its own choices around it: decided here, once."""
     rollout = config.rollout
-    chosen = algorithm_of(config)
+    chosen = corrected(algorithm_of(config), config)
     if chosen.reference == "teacher" and config.reference.model is None:
         raise ValueError(
             f"{chosen.name} learns from a teacher: name it with --reference.model, a folder, hub id or run"
@@ -162,6 +164,32 @@ def method_of(config: Config) -> Method:
         min_signal=rollout.min_signal,
         rewards=rewards_of(config),
     )
+
+
+def corrected(chosen: Algorithm, config: Config) -> Algorithm:
+    """What a rounded cache draws is another policy's, the engine's μ: old, recomputed, is the whole model's.
+
+    So each sample's loss has the exact weight ρ = old/μ, at the loss's level, and the expected gradient is that of the
+    unrounded policy. ``loss.mismatch`` decides otherwise where it is given (none: leave it off), and so does a method
+    that has a rule. A KL reward-to-go looks beyond its token: there the weight is the response's.
+    """
+    if config.rollout.cache_dtype == "auto" or "mismatch" in config.loss or chosen.loss.mismatch is not None:
+        return chosen
+    exact = Mismatch("sequence" if chosen.loss.kl_to_go else None)
+    return replace(chosen, loss=chosen.loss.replace(mismatch=exact))
+
+
+def about_sampler(method: Method, config: Config) -> Iterator[str]:
+    """What is done about samples of a rounded cache, where the run did not say it."""
+    rule = method.loss.mismatch
+    if config.rollout.cache_dtype == "auto":
+        return
+    drawn = f"rollout.cache_dtype {config.rollout.cache_dtype}: samples are of the policy with a rounded cache"
+    if rule is None or not method.loss.needs_sampler:
+        yield f"{drawn}, and no weight corrects for it (loss.mismatch {config.loss.get('mismatch', 'none')})"
+    elif "mismatch" not in config.loss:
+        each = "token" if rule.level_for(method.loss.level) == "token" else "response"
+        yield f"{drawn}, so each {each} has the exact weight ρ = old/engine (--loss.mismatch none leaves it off)"
 
 
 def rewards_of(config: Config) -> tuple[float, float] | None:
@@ -351,6 +379,7 @@ def make_engine(policy: Policy, config: Config, layout: Layout, context: RunCont
         cache: dict[str, Any] = {} if layout.cache_tokens is None else {"cache_tokens": layout.cache_tokens}
         if rollout.cache_dtype == "fp8":
             cache["cache_dtype"] = torch.float8_e4m3fn
+        cache["host_bytes"] = int(WAITING_SHARE * host_memory() / context.world.size)
         return NativeEngine(policy.model, policy.tokenizer, slots, context.warn, end_ids=ends, **cache)
     if context.world.sharded:
         raise ValueError("rollout.engine=vllm does not run under torchrun: take native, or see docs/engines.md")
