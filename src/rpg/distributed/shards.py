@@ -66,7 +66,7 @@ def whole_of(x: Tensor) -> Tensor:
     padded = mine.new_zeros(rows, *x.shape[1:])
     padded[: len(mine)] = mine
     whole = mine.new_empty(rows * mesh.size(), *x.shape[1:])
-    dist.all_gather(list(whole.split(rows)), padded, mesh.get_group())
+    dist.all_gather(list(torch.split(whole, rows)), padded, mesh.get_group())
     return whole[: x.shape[0]]
 
 
