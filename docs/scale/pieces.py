@@ -62,8 +62,15 @@ class Model:
 
     def activation(self, logits: bool = False, recompute: bool = True) -> int:
         """Bytes a token."""
-        attention = self.heads * self.width, self.key_heads * self.width
-        shape = Shape(self.layers, self.hidden, *attention, self.chosen * self.ffn, self.vocab)
+        shape = Shape(
+            layers=self.layers,
+            hidden=self.hidden,
+            query_width=self.heads * self.width,
+            key_width=self.key_heads * self.width,
+            key_heads=self.key_heads,
+            ffn=self.chosen * self.ffn,
+            vocabulary=self.vocab,
+        )
         return shape.activation_bytes(2, recompute, logits)
 
 

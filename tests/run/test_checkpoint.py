@@ -89,6 +89,23 @@ def test_tensors_of_every_kind(tmp_path):
         assert torch.equal(back[name].flatten().view(torch.uint8), x.detach().contiguous().flatten().view(torch.uint8))
 
 
+def test_neighbours_in_one_storage_are_not_copied(tmp_path, monkeypatch):
+    """Masters and moments in a slab of pinned memory: a second copy would be gigabytes. Overlaps have to be copied."""
+    slab = torch.arange(12.0)
+    apart = {"second": slab[8:].view(2, 2), "first": slab[:8], "none": slab[8:8]}
+    overlapping = {"end": slab[4:], "all": slab, "one": slab[5], "begin": slab[:4]}
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda x: copied.append(x.shape) or x + 0)
+    save(tmp_path, 1, write_model, {"x": apart}, {})
+    assert not copied
+    save(tmp_path, 2, write_model, {"x": overlapping}, {})
+    assert copied
+    for step, given in ((1, apart), (2, overlapping)):
+        back = read(tmp_path / f"step-{step:06d}").tensors("x")
+        assert back.keys() == given.keys()
+        assert all(torch.equal(back[name], x) for name, x in given.items())
+
+
 def test_the_newest_is_loaded(tmp_path):
     put(tmp_path, 9, 10, 1_000_000, 2)
     assert list(folders(tmp_path)) == [2, 9, 10, 1_000_000]
