@@ -45,6 +45,7 @@ class Case:
     name: str
     options: dict[str, object] = field(default_factory=dict)
     reference: str = "auto"  # reference.update: "frozen" gives any method a reference of its own
+    old: str = "trainer"  # whose log-probabilities are old: the trainer's before the step, or the "sampler"'s own
 
     # ---- what every engine is given ------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Case:
     def batch(self) -> Batch:
         """With old, reference and sampler log-probabilities and advantages, as `rpg train` makes it."""
         batch = make_batch(self._groups(self.rollout_logp), 0, torch.device("cpu"))
-        old_BT = batch_logp(self.policy(self.theta0), batch, 1024)
+        old_BT = batch_logp(self.policy(self.theta0), batch, 1024) if self.old == "trainer" else None
         ref_BT = batch_logp(self.policy(self.theta_ref), batch, 1024) if self.has_reference else None
         batch = with_logp(batch, old_BT, ref_BT, self.method.needs_reference)
         return with_advantages(batch, self.method.advantage, self.greedy_rewards if self.method.needs_greedy else None)

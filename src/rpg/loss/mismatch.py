@@ -108,4 +108,10 @@ class SequenceMask(Mismatch):
         return torch.ones_like(rho)
 
 
-BY_NAME: dict[str, Mismatch] = {"tis": TIS(), "icepop": IcePop(), "mis": MIS(), "sequence-mask": SequenceMask()}
+BY_NAME: dict[str, Mismatch] = {
+    "exact": Mismatch(),
+    "tis": TIS(),
+    "icepop": IcePop(),
+    "mis": MIS(),
+    "sequence-mask": SequenceMask(),
+}

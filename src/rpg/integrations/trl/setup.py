@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from ...console import choose, one_of
 from ...loss.advantages import Advantage
-from ...loss.clip import Adaptive, Unweighted
+from ...loss.clip import Adaptive
 from ...loss.methods import Algorithm, Method, algorithm
 from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.policy_loss import PolicyLoss
 from ...loss.registry import ANCHORS, LONGEST
+from ..stale import has_ratio
 from ..truncation import truncated, truncation_note
 from .config import RPGConfig
 
@@ -128,7 +129,7 @@ def messages(method: Method, args: RPGConfig, by: str | None = None) -> Iterator
             'loss={"mismatch": "tis"} corrects for what differs between vLLM and the trainer'
         )
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    if isinstance(method.loss.clip, Unweighted) and method.loss.divergence != "k2" and steps > 1:
+    if not has_ratio(method.loss) and steps > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {steps:g} optimiser steps on a generation is "
             "on-policy (num_iterations=1 and steps_per_generation=gradient_accumulation_steps keep to it)"
