@@ -201,6 +201,8 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
     yield "minibatches: of the same size, but TRL does not keep the responses to a prompt together"
     if rollout.engine == "native":
         yield "rollout.engine=native, rollout.slots: model.generate; --rollout.engine vllm is faster"
+    elif method_of(config).loss.mismatch is None:
+        yield "loss.mismatch: exact, as RPGTrainer has it with vLLM where the recipe names no rule"
     if optim.weight_decay:
         yield f"optim.weight_decay={optim.weight_decay:g}: TRL's is on embeddings too"
     if not evaluated(config):
