@@ -9,7 +9,7 @@ from test_export_verl import composed, value_of
 from rpg.cli import main
 from rpg.export import verl
 from rpg.export.overrides import text
-from rpg.export.verl_async import PROGRAM, Sampling
+from rpg.export.verl_async import PROGRAM, Samplers
 
 NO_DYNAMIC = {"rollout.dynamic": "false"}
 CONFIGS = {
@@ -24,7 +24,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
 def exported(config, **sampling):
-    return verl.export(config, where(sampling=Sampling(**({"gpus": 8, "nodes": 3} | sampling))))
+    return verl.export(config, where(sampling=Samplers(**({"gpus": 8, "nodes": 3} | sampling))))
 
 
 def test_verl_takes_them():

@@ -204,12 +204,12 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
 
 def _sampling(args: argparse.Namespace) -> Any:
     """The GPUs that sample, with --async."""
-    from ..export.verl_async import Sampling
+    from ..export.verl_async import Samplers
 
     given = {"gpus": args.rollout_gpus, "nodes": args.rollout_nodes, "staleness": args.staleness}
     given = {name: value for name, value in given.items() if value is not None}
     if args.apart:
-        return Sampling(**({"gpus": args.gpus or GPUS // 2, "nodes": args.nodes} | given))
+        return Samplers(**({"gpus": args.gpus or GPUS // 2, "nodes": args.nodes} | given))
     for name in given:
         flag = "--staleness" if name == "staleness" else f"--rollout-{name}"
         raise ValueError(f"{flag} is for the asynchronous trainer: give --async too")

@@ -39,7 +39,7 @@ class VerlLaunch(Launch):
     """With what has been read of the problems and the model."""
 
     gpus: int = 8  # those that train, with ``sampling``
-    sampling: verl_async.Sampling | None = None  # in the asynchronous trainer alone
+    sampling: verl_async.Samplers | None = None  # in the asynchronous trainer alone
     folder: str = FOLDER
     context: int | None = None  # tokens the model was made for
     chat: bool = True  # prompts go through the model's chat template

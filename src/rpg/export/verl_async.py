@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..integrations.stale import has_ratio
+from ..integrations.truncation import truncated
 from ..loss.methods import Method
 from ..run.config import Config
 from . import recipe
@@ -15,7 +16,7 @@ PROGRAM = "verl.experimental.fully_async_policy.fully_async_main"
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Samplers:
     """The GPUs that sample, beside those that train."""
 
     gpus: int = 4  # on each of their nodes
@@ -53,7 +54,7 @@ def refuse(config: Config, method: Method) -> None:
         )
 
 
-def settings(config: Config, method: Method, sampling: Sampling, steps: int) -> dict[str, Any]:
+def settings(config: Config, method: Method, sampling: Samplers, steps: int) -> dict[str, Any]:
     """Beside those of the synchronous trainer, or instead of them. New weights are sampled from after each step."""
     rollout = config.rollout
     return {
@@ -72,7 +73,7 @@ def settings(config: Config, method: Method, sampling: Sampling, steps: int) -> 
     }
 
 
-def check_sampling(config: Config, sampling: Sampling) -> None:
+def check_sampling(config: Config, sampling: Samplers) -> None:
     each = recipe.tensor_parallel(config)
     if (sampling.gpus * sampling.nodes) % each or max(each, sampling.gpus) % min(each, sampling.gpus):
         nodes = f" on each of {sampling.nodes} nodes" if sampling.nodes > 1 else ""
@@ -86,5 +87,7 @@ def left_out(config: Config, method: Method) -> Iterator[str]:
     """What is another thing in this trainer, in words."""
     if config.rollout.old_logp == "auto" and not method.loss.needs_sampler:
         yield "rollout.old_logp=auto: what each token was drawn from, in whichever weights, as verl's sampler noted it"
+    if cut := truncated("rollout.", config.rollout.top_p, config.rollout.top_k):
+        yield f"{cut}: old is over the tokens kept, the policy over all: the gradient is biased (docs/verl.md)"
     yield "the prompts of a step: the first whose responses end, so that which they are depends on the machine"
     yield "a resume: responses that were not yet trained on are lost, and their prompts with them"
