@@ -14,6 +14,10 @@ pytestmark = needs_verl
 ACTOR = "actor_rollout_ref.actor"
 MODE, FILTER = f"{ACTOR}.policy_loss.loss_mode", "algorithm.filter_groups"
 BYPASS, ASYNC = "algorithm.rollout_correction.bypass_mode=True", "trainer.v1.trainer_mode=separate_async"
+FULLY_ASYNC = "+async_training.staleness_threshold=0.5"
+ASYNCHRONOUS = [ASYNC, "trainer.v1.trainer_mode=colocate_async", FULLY_ASYNC, "+rollout.nnodes=1"]
+DRAWN_FROM = "set algorithm.rollout_correction.bypass_mode=True (old is what each token was drawn from)"
+NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,9 @@ BYPASS, ASYNC = "algorithm.rollout_correction.bypass_mode=True", "trainer.v1.tra
         (Case("dapo"), [BYPASS, "algorithm.rollout_correction.rollout_is=token"], "rollout_is is ignored by verl in"),
         (Case("dapo"), [BYPASS, "algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs is ignored by verl"),
         (Case("dapo"), ["trainer.use_v1=False"], "filter_groups is ignored by verl's old trainer"),
-        (Case("grpo", reference="every"), [ASYNC], "frozen, or trainer_mode to sync"),
+        (Case("dapo"), [FULLY_ASYNC, BYPASS], "filter_groups is ignored by verl's old trainer and by its experimental"),
+        (Case("grpo", reference="every"), [ASYNC, BYPASS], "frozen, or trainer_mode to sync"),
+        (Case("grpo", reference="kl"), [FULLY_ASYNC, BYPASS], "frozen, or trainer_mode to sync"),
         (Case("grpo", reference="kl"), ["actor_rollout_ref.model.lora_rank=8"], "with LoRA verl's reference"),
         (Case("dapo"), [f"{MODE}=rpg-reinforce-urlk"], f"unknown {MODE} 'rpg-reinforce-urlk'. Did you mean 'rpg-rein"),
         (Case("dapo"), [f"{MODE}=rpg:nosuch"], f"unknown {MODE} 'rpg:nosuch'"),
@@ -58,6 +64,22 @@ def test_a_run_that_contradicts_its_preset_is_refused(case, more, line):
     with pytest.raises(ValueError, match=re.escape(line)) as raised:
         run_config([*overrides_of(case), *more])
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ASYNCHRONOUS)
+def test_responses_of_earlier_weights_need_what_they_were_drawn_from(mode):
+    weights = [f"+{ACTOR}.policy_loss.rpg.mismatch=exact"], ["algorithm.rollout_correction.rollout_is=token"], [BYPASS]
+    for enough in weights:
+        run_config([*overrides_of(Case("sapo")), mode, *enough])
+    run_config([*overrides_of(Case("rloo", {"mismatch": "exact"})), mode])
+    with pytest.raises(ValueError, match=r"rloo has no ratio .*bypass_mode=False \+.*mismatch=exact"):
+        run_config([*overrides_of(Case("rloo")), mode, BYPASS])
+    run_config([f"{MODE}=vanilla", mode])  # a loss of verl's own is left to verl
+    mask = f"+{ACTOR}.policy_loss.rpg.mismatch=sequence-mask"  # drops responses, and weighs none
+    for more, line in (([], DRAWN_FROM), ([mask], DRAWN_FROM), ([BYPASS, NO_LOG_PROBS], "calculate_log_probs=True")):
+        with pytest.raises(ValueError, match=re.escape(line)) as raised:
+            run_config([*overrides_of(Case("sapo")), mode, *more])
+        assert "\n" not in str(raised.value)
 
 
 def test_names_that_a_workers_own_code_may_register_are_left_to_verl():

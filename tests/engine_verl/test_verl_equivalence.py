@@ -13,6 +13,10 @@ CASES += [
     Case("rpg-reinforce-urkl", {"beta": 0.1, "high": 0.1}),
     Case("rpg-reinforce-urkl", {"mismatch": "tis"}),
     Case("gspo", {"mismatch": "mis"}),
+    Case("rpg-reinforce-urkl", {"mismatch": "exact"}),
+    Case("grpo", {"mismatch": "exact"}),
+    Case("rpg-reinforce-urkl", old="sampler"),
+    Case("grpo", old="sampler"),
     Case("rpg-reinforce-rkl", {"beta": 0.1}, reference="frozen"),
     Case("rpg-ufkl", {"beta": 0.1}, reference="every"),
     Case("dr-grpo", {"constant": 7.0}),
@@ -25,7 +29,7 @@ SHAPES = [(1, 1), (1, 4), (2, 4)]  # processes, micro-batches of each
 
 def label(case):
     options = [str(value) if isinstance(value, dict) else name for name, value in case.options.items()]
-    return "-".join([case.name, *options, *({case.reference} - {"auto"})])
+    return "-".join([case.name, *options, *({case.reference, case.old} - {"auto", "trainer"})])
 
 
 @pytest.fixture(scope="module")

@@ -43,12 +43,17 @@ def ppo_loss_of(case, config, tokens=None, **more):
             rows_ = [row[:n] for row, n in zip(x_BT, lengths, strict=True)]
             data[name] = torch.nested.as_nested_tensor(rows_, layout=torch.jagged)
     logp_BT = moved_logp(case).requires_grad_()
+    loss, metrics = losses.ppo_loss(actor_of(config), {"log_probs": packed_logp(case, logp_BT)}, data)
+    return loss, torch.autograd.grad(loss, logp_BT)[0], metrics
+
+
+def packed_logp(case, logp_BT):
+    """Of all tokens of the rows one after the other, each at the token before it."""
     packed = []
-    for i, n in enumerate(lengths):
+    for i, n in enumerate(case.batch.mask_BT.sum(-1).tolist()):
         prompt = len(case.prompts[int(case.batch.group_B[i])])
         packed.append(torch.cat([logp_BT.new_zeros(prompt - 1), logp_BT[i, :n], logp_BT.new_zeros(1)]))
-    loss, metrics = losses.ppo_loss(actor_of(config), {"log_probs": torch.cat(packed)}, data)
-    return loss, torch.autograd.grad(loss, logp_BT)[0], metrics
+    return torch.cat(packed)
 
 
 def sizes(data, case, dp_size, tokens=None):

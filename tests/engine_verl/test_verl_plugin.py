@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine_verl.verl_engine import needs_verl
+from engine_verl.verl_engine import TESTS, needs_verl
 
 pytestmark = needs_verl
 
@@ -31,6 +31,19 @@ import runpy, sys
 sys.argv[1:] = {MAIN!r}
 runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
 """
+ASYNC = ["data.train_batch_size=0", "actor_rollout_ref.hybrid_engine=False"]
+ASYNC += ["actor_rollout_ref.actor.policy_loss.loss_mode=rpg-reinforce-urkl"]
+DRIVER = f"""
+import runpy, sys
+sys.path.insert(0, {str(TESTS)!r})
+import engine_verl.no_servers
+import verl.trainer.main_ppo as main_ppo
+main_ppo.run_ppo = lambda config, **_: print(config.algorithm.adv_estimator, config.critic.enable)
+runpy.run_module("verl.experimental.fully_async_policy.fully_async_main", run_name="__main__", alter_sys=True)
+"""
+SCRIPTS["async"] = f"import sys; sys.argv[1:] = {ASYNC!r}\n{DRIVER}"
+STALE = [*ASYNC, "algorithm.rollout_correction.bypass_mode=False"]
+SCRIPTS["stale"] = f"import sys; sys.argv[1:] = {STALE!r}\n{DRIVER}"
 FORKS = """
 import json, os, sys
 import datasets, hydra, ray, tensordict, torch, transformers  # once for all; verl is each one's own to import
@@ -90,3 +103,15 @@ def test_a_mistyped_option_stops_main_ppo_with_the_nearest_name(processes):
     assert code != 0
     assert "ValueError: unknown option of 'rpg-reinforce-urkl' 'hihg'. Did you mean 'high'?" in err
     assert "Error in call to target" not in err, "hydra's three lines"
+
+
+def test_the_fully_asynchronous_program_has_the_presets_advantage_before_ray_starts(processes):
+    out, err, code = processes["async"]
+    assert code == 0, err
+    assert "rpg:rpg-reinforce-urkl False" in out.splitlines()
+
+
+def test_the_fully_asynchronous_program_is_refused_where_the_gradient_would_be_biased(processes):
+    _, err, code = processes["stale"]
+    assert code != 0
+    assert "ValueError: async_training: responses come from earlier weights than old_log_probs" in err

@@ -115,6 +115,8 @@ def overrides_of(case, mode="rpg:"):
     found = wanted(settings(case.name, nested)) | {"actor_rollout_ref.actor.policy_loss.loss_mode": mode + case.name}
     if case.method.loss.reduction == "constant":
         found[f"{ACTOR}.loss_scale_factor"] = int(case.method.loss.constant)
+    if case.old == "sampler":
+        found["algorithm.rollout_correction.bypass_mode"] = True
     return [f"{k}={v}" for k, v in found.items()] + [f"+{OPTIONS}.{k}={v}" for k, v in options.items()]
 
 

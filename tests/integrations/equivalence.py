@@ -36,6 +36,7 @@ GROUPS, SAMPLES = 4, 4  # 16 rows: on 2 processes, 4 micro-batches of 2 each
 LONGEST = 12  # tokens of a response
 TEMPERATURE = 0.8
 TOLERANCE = 1e-6  # of a gradient's norm, in float32
+OF_A_RESPONSE = 3 * TOLERANCE  # where it is weighed by a product over the response: float32's error adds up in it
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Case:
     name: str
     options: dict[str, object] = field(default_factory=dict)
     reference: str = "auto"  # reference.update: "frozen" gives any method a reference of its own
+    old: str = "trainer"  # whose log-probabilities are old: the trainer's before the step, or the "sampler"'s own
 
     # ---- what every engine is given ------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Case:
     def batch(self) -> Batch:
         """With old, reference and sampler log-probabilities and advantages, as `rpg train` makes it."""
         batch = make_batch(self._groups(self.rollout_logp), 0, torch.device("cpu"))
-        old_BT = batch_logp(self.policy(self.theta0), batch, 1024)
+        old_BT = batch_logp(self.policy(self.theta0), batch, 1024) if self.old == "trainer" else None
         ref_BT = batch_logp(self.policy(self.theta_ref), batch, 1024) if self.has_reference else None
         batch = with_logp(batch, old_BT, ref_BT, self.method.needs_reference)
         return with_advantages(batch, self.method.advantage, self.greedy_rewards if self.method.needs_greedy else None)
@@ -185,10 +187,12 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return math.sqrt(apart / whole)
 
 
-def same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> None:
-    """The loss and the gradients, to TOLERANCE. A loss that is a small sum of large terms is held to their size."""
-    assert difference(found[1], expected[1]) <= TOLERANCE
-    assert abs(found[0] - expected[0]) <= TOLERANCE * max(1.0, abs(expected[0]))
+def same(
+    found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]], tolerance: float = TOLERANCE
+) -> None:
+    """The loss and the gradients. A loss that is a small sum of large terms is held to their size."""
+    assert difference(found[1], expected[1]) <= tolerance
+    assert abs(found[0] - expected[0]) <= tolerance * max(1.0, abs(expected[0]))
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("trl")
 
-from integrations.equivalence import LONGEST, SAMPLES, Case, difference, same, through_rpg_train
-from integrations.trl_fixed import through_trl
+from integrations.equivalence import LONGEST, OF_A_RESPONSE, SAMPLES, Case, difference, same, through_rpg_train
+from integrations.trl_fixed import through_trl, weighed
 
 # of each reduction one; where a loss's denominator matters
 REDUCTIONS = ["dapo", "sapo", "gspo", "dr-grpo", "grpo"]
@@ -26,7 +26,7 @@ def test_several_generations_in_one_optimiser_step(name):
     """Each of 4 micro-batches has a generation of its own: all are made before the first is divided."""
     case = on_policy(name)
     found = through_trl(case, 4, generation_batch_size=SAMPLES, num_iterations=1)
-    same(found, through_rpg_train(case, 1))
+    same(found, through_rpg_train(weighed(case), 1), OF_A_RESPONSE)
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -75,7 +75,9 @@ def test_tokens_of_tools_have_no_part():
     for row, ones in zip(keep_BT, mask, strict=True):
         row[: len(ones)] = torch.tensor(ones, dtype=torch.bool)
     scored = policy.score(batch.ids_BL, batch.start_B, batch.mask_BT, batch.group_B)
-    loss = case.method.loss(scored.logp_BT, scored.logp_BT.detach(), batch.advantage, keep_BT).loss
+    rule = weighed(case).method.loss
+    old_BT, rollout_BT = scored.logp_BT.detach(), batch.rollout_logp_BT
+    loss = rule(scored.logp_BT, old_BT, batch.advantage, keep_BT, rollout_logp=rollout_BT).loss
     loss.backward()
     same(found, (float(loss.detach()), {name: p.grad for name, p in policy.parameters()}))
 
@@ -96,3 +98,33 @@ def test_what_the_sampler_does_not_know_is_the_trainers():
     vars(filled)["rollout_logp"] = [[float(old_BT[i, 0]), *row[1:]] for i, row in enumerate(known)]
     vars(case)["rollout_logp"] = [[math.nan, *row[1:]] for row in known]
     same(through_trl(case, 4), through_rpg_train(filled))
+
+
+def stale(case):
+    """What the tokens were drawn from is far from old: earlier weights, and more than one of them in a response."""
+    g = torch.Generator().manual_seed(9)
+    vars(case)["rollout_logp"] = [
+        [x + float(0.3 * torch.randn((), generator=g)) for x in row] for row in case.rollout_logp
+    ]
+    return case
+
+
+@pytest.mark.parametrize("options", [{}, {"mismatch": "exact"}])
+def test_what_each_token_was_drawn_from_is_in_the_gradient(options):
+    """Where nothing is clipped it is that of −A·π/μ, μ being the sampler's, whatever old is."""
+    case = stale(Case("dapo", {"low": 0.999, "high": 1e6, **options}))
+    found = through_trl(case, 4)
+    batch, policy = case.batch, case.policy(case.theta)
+    scored = policy.score(batch.ids_BL, batch.start_B, batch.mask_BT, batch.group_B)
+    sampler_BT = weighed(case).batch.rollout_logp_BT
+    ratio_BT = (scored.logp_BT - sampler_BT).exp() * batch.mask_BT
+    loss = -(batch.advantage.unsqueeze(-1) * ratio_BT).sum() / batch.mask_BT.sum()
+    loss.backward()
+    same(found, (float(loss.detach()), {name: p.grad for name, p in policy.parameters()}))
+
+
+def test_the_weight_can_be_left_away():
+    case = stale(Case("dapo"))
+    left, weight = through_trl(case, 1, vllm_importance_sampling_correction=False), through_trl(case, 1)
+    same(left, through_rpg_train(case))
+    assert difference(weight[1], left[1]) > 1e-2

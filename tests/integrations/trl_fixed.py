@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import tiny
 from integrations.equivalence import GROUPS, LONGEST, SAMPLES, TEMPERATURE, Case, preset_case
 from rpg.integrations.trl import RPGConfig, RPGTrainer
 from rpg.loss.methods import algorithm, algorithms
+from rpg.loss.mismatch import Mismatch
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 gc.freeze()  # accelerate collects garbage when a training starts: all that was imported need not be looked at
@@ -40,6 +42,16 @@ OTHERS = [
 ]
 MEASURED = Case("rpg-reinforce-urkl", reference="frozen")  # whose metrics are looked at
 CASES = [*(preset_case(name) for name in algorithms() if name not in REFUSED), *OTHERS]
+
+
+def weighed(case: Case) -> Case:
+    """With the rule that RPGTrainer takes where none is given, since the sampler's log-probabilities are known here."""
+    if "mismatch" in case.options:
+        return case
+    rule = Mismatch("sequence") if case.options.get("kl_to_go") else "exact"
+    made = replace(case, options={**case.options, "mismatch": rule})
+    vars(made).update({name: x for name, x in vars(case).items() if name in ("theta", "rollout_logp")})
+    return made
 
 
 def label(case: Case) -> str:

@@ -26,13 +26,18 @@ EXAMPLES = """\
 examples:
   rpg export verl recipes/gsm8k/qwen2.5-coder-0.5b/rpg-urkl.yaml -o verl-run --gpus 8
   rpg export verl runs/mine/config.yaml --from runs/mine --steps 400      go on where rpg train stopped
+  rpg export verl recipes/builtin/dr-grpo.yaml --async --gpus 4 --rollout-gpus 4    sampling and training at once
   rpg export trl recipes/builtin/rpg-urkl.yaml -o trl-run                 also runs on a CPU"""
 VERL_FILES = """\
 train.parquet, one parquet file for each test set, reward.py (rpg's own rewards) and run.sh, the whole command of
-`python -m verl.trainer.main_ppo` with every setting. rpg has to be installed beside verl, on every node."""
+`python -m verl.trainer.main_ppo` with every setting. With --async it is that of verl's fully asynchronous trainer. rpg
+has to be installed beside verl, on every node."""
 TRL_FILES = """\
 train.py, a script with every setting that trains with rpg.integrations.trl.RPGTrainer, and recipe.yaml, the settings
 that it reads the task from."""
+
+GPUS = 8  # of a node
+STALENESS = "with --async: how far sampling may be ahead, in steps' prompts (default 0.5; 0: not at all)"
 
 
 def add_export(commands: Any) -> None:
@@ -44,7 +49,7 @@ def add_export(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     engines = parser.add_subparsers(dest="engine", required=True, metavar="verl|trl")
-    for name, write, gpus, files in (("verl", _write_verl, 8, VERL_FILES), ("trl", _write_trl, 1, TRL_FILES)):
+    for name, write, files in (("verl", _write_verl, VERL_FILES), ("trl", _write_trl, TRL_FILES)):
         engine = engines.add_parser(
             name,
             help=f"as a run of {name}",
@@ -59,9 +64,14 @@ def add_export(commands: Any) -> None:
         add("-o", "--folder", type=Path, metavar="FOLDER", help=f"where to (default: {free})")
         add("--from", dest="begin", type=Path, metavar="RUN", help="start from a checkpoint of this run of rpg train")
         add("--checkpoint", default="last", metavar="last|best|N", help="which of its checkpoints (default: last)")
-        add("--gpus", type=_count, default=gpus, metavar="N", help=f"GPUs on each node (default {gpus})")
+        usual = f"default {GPUS}, with --async {GPUS // 2}" if name == "verl" else "default 1"
+        add("--gpus", type=_count, metavar="N", help=f"GPUs on each node ({usual})")
         add("--nodes", type=_count, default=1, metavar="N", help="nodes (default 1)")
         if name == "verl":
+            add("--async", dest="apart", action="store_true", help="sample on other GPUs, while --gpus × --nodes train")
+            add("--rollout-gpus", type=_count, metavar="N", help="with --async: GPUs that sample (default: as --gpus)")
+            add("--rollout-nodes", type=_count, metavar="N", help="with --async: their nodes (default: as --nodes)")
+            add("--staleness", type=float, metavar="SHARE", help=STALENESS)
             add("--settings-only", action="store_true", help="run.sh alone, to read: no problems are loaded")
         add("--trust", action="store_true", help=TRUST)
         add_flags(engine, Config)
@@ -152,7 +162,9 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
     start = _start(args, config)
     at_home, (start, shipped) = start.model, _shipped_model(start, FOLDER)
     chat, alone = config.task.chat is not False, args.settings_only
-    where = verl.VerlLaunch(start, gpus=args.gpus, nodes=args.nodes, chat=chat, settings_only=alone)
+    sampling = _sampling(args)
+    gpus = args.gpus or (GPUS if sampling is None else GPUS // 2)
+    where = verl.VerlLaunch(start, gpus, args.nodes, sampling=sampling, chat=chat, settings_only=alone)
     verl.export(config, where)  # what cannot be is refused before anything is loaded
     task_of = config.task
     written: dict[str, list[dict[str, Any]]] = {}
@@ -190,6 +202,20 @@ def _write_verl(args: argparse.Namespace, config: Config, folder: Path) -> list[
     return _said(folder, [*more, "run.sh"], start, f"bash {shlex.quote(str(folder / 'run.sh'))}")
 
 
+def _sampling(args: argparse.Namespace) -> Any:
+    """The GPUs that sample, with --async."""
+    from ..export.verl_async import Samplers
+
+    given = {"gpus": args.rollout_gpus, "nodes": args.rollout_nodes, "staleness": args.staleness}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.apart:
+        return Samplers(**({"gpus": args.gpus or GPUS // 2, "nodes": args.nodes} | given))
+    for name in given:
+        flag = "--staleness" if name == "staleness" else f"--rollout-{name}"
+        raise ValueError(f"{flag} is for the asynchronous trainer: give --async too")
+    return None
+
+
 # ---- TRL -------------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +224,7 @@ def _write_trl(args: argparse.Namespace, config: Config, folder: Path) -> list[s
     from ..export.start import Launch
 
     start, shipped = _shipped_model(_start(args, config), "$HERE")
-    where = Launch(start, args.gpus, args.nodes)
+    where = Launch(start, args.gpus or 1, args.nodes)
     script = trl.script(config, where, _title(args, config))
     folder.mkdir(parents=True, exist_ok=True)
     if shipped:

@@ -201,8 +201,12 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
     yield "minibatches: of the same size, but TRL does not keep the responses to a prompt together"
     if rollout.engine == "native":
         yield "rollout.engine=native, rollout.slots: model.generate; --rollout.engine vllm is faster"
+    elif method_of(config).loss.mismatch is None:
+        yield "loss.mismatch: exact, as RPGTrainer has it with vLLM where the recipe names no rule"
     if rollout.cache_dtype != "auto" or optim.offload:
         yield "rollout.cache_dtype, optim.offload: they are of rpg's own engine"
+    if config.stale or rollout.choose != "passes":
+        yield "rollout.ahead, rollout.choose, offpolicy: they are of rpg's own loop; TRL samples, then trains on that"
     if optim.weight_decay:
         yield f"optim.weight_decay={optim.weight_decay:g}: TRL's is on embeddings too"
     if not evaluated(config):

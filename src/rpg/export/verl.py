@@ -13,11 +13,12 @@ from ..models.adapters import DEFAULTS
 from ..run.config import Config
 from ..training.samples.collect import signal_of
 from ..training.setup import method_of
-from . import recipe
+from . import recipe, verl_async
 from .data import PLAIN
 from .overrides import FOLDER, HERE, quoted, text
 from .start import Launch, Start, fresh, is_adapter, lora_of
 
+PROGRAM = "verl.trainer.main_ppo"
 LOSS = "actor_rollout_ref.actor.policy_loss"
 ENDLESS_EPOCHS = 1_000_000  # the steps end the run
 VLLM = {  # options of vLLM that verl sets itself
@@ -37,7 +38,8 @@ LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 class VerlLaunch(Launch):
     """With what has been read of the problems and the model."""
 
-    gpus: int = 8
+    gpus: int = 8  # those that train, with ``sampling``
+    sampling: verl_async.Samplers | None = None  # in the asynchronous trainer alone
     folder: str = FOLDER
     context: int | None = None  # tokens the model was made for
     chat: bool = True  # prompts go through the model's chat template
@@ -53,7 +55,9 @@ def export(config: Config, launch: VerlLaunch | None = None) -> dict[str, Any]:
     _refuse(config, method)
     _refuse_adapter(config, launch.start, method.anchor)
     recipe.check_reference(launch.start, config, method.anchor, "verl")
-    return {
+    if launch.sampling is not None:
+        verl_async.refuse(config, method)
+    found = {
         **_data(config, launch),
         **_model(config, launch),
         **_algorithm(config, method),
@@ -63,6 +67,9 @@ def export(config: Config, launch: VerlLaunch | None = None) -> dict[str, Any]:
         **_reward(config, method, launch),
         **_trainer(config, launch),
     }
+    if launch.sampling is None:
+        return found
+    return found | verl_async.settings(config, method, launch.sampling, launch.start.steps_left(config))
 
 
 def _refuse(config: Config, method: Method) -> None:
@@ -270,7 +277,9 @@ def _batches(config: Config, launch: VerlLaunch) -> dict[str, Any]:
 def _rollout(config: Config, launch: VerlLaunch) -> dict[str, Any]:
     rollout, evaluation, prefix = config.rollout, config.eval, "actor_rollout_ref.rollout"
     each = recipe.tensor_parallel(config)
-    if launch.processes % each or max(each, launch.gpus) % min(each, launch.gpus):
+    if launch.sampling is not None:
+        verl_async.check_sampling(config, launch.sampling)
+    elif launch.processes % each or max(each, launch.gpus) % min(each, launch.gpus):
         nodes = f" on each of {launch.nodes} nodes" if launch.nodes > 1 else ""
         raise ValueError(
             f"rollout.vllm.tensor_parallel_size={each} does not divide {launch.gpus} GPUs{nodes}: give other --gpus"
@@ -350,7 +359,9 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
         yield "rollout.engine=native: verl samples with vLLM, in weights of its own"
     if rollout.cache_dtype != "auto" or optim.offload:
         yield "rollout.cache_dtype, optim.offload: they are of rpg's own engine"
-    if rollout.old_logp == "auto":
+    if config.stale or rollout.choose != "passes":
+        yield "rollout.ahead, rollout.choose, offpolicy: they are of rpg's own loop; verl's asynchronous trainer is --async"
+    if rollout.old_logp == "auto" and (launch.sampling is None or method.loss.needs_sampler):
         yield "rollout.old_logp=auto: recomputed by the trainer, as rpg train does with vLLM"
     if rollout.slots is None:
         yield "rollout.slots: verl's own default"
@@ -367,6 +378,8 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
     if keep.best and keep.keep:
         yield "checkpoint.best: verl keeps the newest"
     yield f"log.view, log.report, log.samples={config.log.samples}, device: they have no meaning there"
+    if launch.sampling is not None:
+        yield from verl_async.left_out(config, method)
     yield "minibatches: of the same size, but verl balances lengths and does not keep groups together"
 
 
@@ -385,12 +398,13 @@ def run_sh(config: Config, launch: VerlLaunch, title: str) -> str:
     lines = " \\\n  ".join(quoted(f"{name}={text(value)}") for name, value in export(config, launch).items())
     notes = "".join(f"#   {line}\n" for line in left_out(config, method_of(config), launch))
     began = f"# From the {launch.start.where}.\n" if launch.start.where else ""
+    program, options = (PROGRAM, "") if launch.sampling is None else (verl_async.PROGRAM, " --async")
     return f"""#!/usr/bin/env bash
 # {title}
-{began}# Written by rpg export verl. Every node needs rpg and verl, and has to see this folder.
+{began}# Written by rpg export verl{options}. Every node needs rpg and verl, and has to see this folder.
 # Not carried over:
 {notes}{ONLY_SETTINGS if launch.settings_only else ""}set -euo pipefail
-{HERE}exec python -m verl.trainer.main_ppo \\
+{HERE}exec python -m {program} \\
   {lines} \\
   "$@"
 """

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from ...console import choose, one_of
 from ...loss.advantages import Advantage
-from ...loss.clip import Adaptive, Unweighted
+from ...loss.clip import Adaptive
 from ...loss.methods import Algorithm, Method, algorithm
 from ...loss.mismatch import BY_NAME as MISMATCH
+from ...loss.mismatch import Mismatch
 from ...loss.policy_loss import PolicyLoss
 from ...loss.registry import ANCHORS, LONGEST
+from ..stale import has_ratio
 from ..truncation import truncated, truncation_note
 from .config import RPGConfig
 
@@ -57,6 +59,16 @@ def _asked_for(args: RPGConfig, asked: AlgorithmLike) -> Algorithm:
     except (TypeError, AttributeError) as error:  # a value of another type than the option's
         raise ValueError(f"{name} cannot have loss={args.loss}: {error}") from error
     return chosen
+
+
+def weighed(loss: PolicyLoss, args: RPGConfig) -> PolicyLoss:
+    """The loss where the sampler's own log-probabilities are known: ρ = old/sampler, exactly, unless a rule is given.
+
+    TRL's switch for its own weight leaves this one away too.
+    """
+    if loss.mismatch is not None or not args.vllm_importance_sampling_correction:
+        return loss
+    return loss.replace(mismatch=Mismatch("sequence" if loss.kl_to_go else None))
 
 
 def refuse(method: Method, args: RPGConfig, has_sampler_logp: bool) -> None:
@@ -108,7 +120,7 @@ def signal_function(args: RPGConfig, names: Sequence[str]) -> int | None:
     return names.index(args.dynamic_by)
 
 
-def messages(method: Method, args: RPGConfig, by: str | None = None) -> Iterator[str]:
+def messages(method: Method, args: RPGConfig, by: str | None = None, has_sampler_logp: bool = False) -> Iterator[str]:
     """What a user should know at the start. ``by``: the reward function that tells groups with signal, if one does."""
     given = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p} | (args.generation_kwargs or {})
     if asked := truncated("", given["top_p"], given["top_k"], given["min_p"]):
@@ -122,13 +134,16 @@ def messages(method: Method, args: RPGConfig, by: str | None = None) -> Iterator
         )
     elif method.min_signal:
         yield f"{method.name} was published with more sampled where few groups have signal: TRL samples no others"
-    if args.use_vllm and args.vllm_importance_sampling_correction and method.loss.mismatch is None:
+    if has_sampler_logp and method.loss.mismatch is None:
         yield (
-            "vllm_importance_sampling_correction only measures here: TRL's weight is not applied; "
-            'loss={"mismatch": "tis"} corrects for what differs between vLLM and the trainer'
+            "each token is weighed by old/sampler, so that the gradient is exact for what it was drawn from: "
+            'loss={"mismatch": "tis"} caps the weight'
+            if args.vllm_importance_sampling_correction
+            else "vllm_importance_sampling_correction=False: the gradient is biased where the sampler's "
+            "log-probabilities are not the trainer's"
         )
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    if isinstance(method.loss.clip, Unweighted) and method.loss.divergence != "k2" and steps > 1:
+    if not has_ratio(method.loss) and steps > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {steps:g} optimiser steps on a generation is "
             "on-policy (num_iterations=1 and steps_per_generation=gradient_accumulation_steps keep to it)"

@@ -32,7 +32,7 @@ from . import resume
 from .config import RPGConfig
 from .reference import TRLReference
 from .scores import GenerationScores, total_reward
-from .setup import AlgorithmLike, algorithm_of, messages, paper, refuse, signal_function
+from .setup import AlgorithmLike, algorithm_of, messages, paper, refuse, signal_function, weighed
 
 logger = get_logger(__name__)
 
@@ -101,7 +101,8 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         self.algorithm = algorithm_of(args, algorithm)
         self._name, self._paper = self.algorithm.name, paper(self.algorithm)  # of the model card
         self.method = self.algorithm.resolve(args.dynamic, args.overlong, args.reference_update)
-        refuse(self.method, args, args.use_vllm or named.get("rollout_func") is not None)
+        has_sampler_logp = args.use_vllm or named.get("rollout_func") is not None
+        refuse(self.method, args, has_sampler_logp)
         anchor, sharded = self.method.anchor, _sharding(args)
         if sharded and anchor not in ("old", "frozen"):
             raise ValueError(
@@ -126,7 +127,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         self.add_callback(_Steps(self))
         self._correct = signal_function(args, self.reward_func_names)
         by = None if self._correct is None else self.reward_func_names[self._correct]
-        for text in messages(self.method, args, by):
+        for text in messages(self.method, args, by, has_sampler_logp):
             logger.warning(text)
 
     def _prepare_reference(self, model: Any) -> Any:
@@ -270,7 +271,8 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         if ref_BT is None and "ref_logp" in rule.needs:  # the reference is the sampling policy
             ref_BT = old_BT
         rollout_BT = inputs.get("sampling_per_token_logps")
-        if rollout_BT is not None:  # nan where vLLM had none: taken for the trainer's
+        if rollout_BT is not None:
+            rule = weighed(rule, self.args)  # nan where vLLM had none: taken for the trainer's
             rollout_BT = torch.where(rollout_BT.isnan(), old_BT.to(rollout_BT.dtype), rollout_BT)
         if training:
             assert self._window is not None

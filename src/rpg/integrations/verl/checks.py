@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ...console import choose
+from ..stale import has_ratio
 from ..truncation import truncated, truncation_note
 from . import reference
 from .losses import GIVEN, TWICE, check_actor
@@ -22,6 +23,8 @@ SAME = {
     "rloo_vectorized": "leave-one-out",
     "remax": "greedy-baseline",
 }
+MODE = "trainer.v1.trainer_mode"
+COLOCATED = f"{MODE}=colocate_async"  # actor and reference in one worker, as in sync
 CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}  # verl's defaults
 
 
@@ -59,26 +62,70 @@ def check_run(chosen: Settings, config: Any) -> None:
     check_actor(chosen, actor)
     _check_kl(chosen, actor, algorithm)
     _check_sampler(chosen, config)
+    _check_stale(chosen, config)
     v1 = config.trainer.get("use_v1", True)
     if chosen.method.needs_greedy and v1:
         raise ValueError(
             f"{chosen.name} needs the greedy response's reward, which verl's V1 trainer does not compute: "
             "set trainer.use_v1=False algorithm.adv_estimator=remax"
         )
-    if _filter(config).get("enable", False) and not v1:
+    if _filter(config).get("enable", False) and not _drops_groups(config):
         raise ValueError(
-            "algorithm.filter_groups is ignored by verl's old trainer: set trainer.use_v1=True, or enable=False"
+            "algorithm.filter_groups is ignored by verl's old trainer and by its experimental ones: set enable=False, "
+            "or trainer.use_v1=True in verl.trainer.main_ppo"
         )
     if chosen.method.anchor in reference.RULES:
         reference.check(config.actor_rollout_ref)
-        if v1 and (config.trainer.get("v1", None) or {}).get("trainer_mode", "sync") == "separate_async":
+        if (apart := asynchronous(config)) not in (None, COLOCATED):
             raise ValueError(
-                f"{OPTIONS}.reference.update={chosen.method.anchor}: with trainer.v1.trainer_mode=separate_async an "
-                "update is a mini-batch, and the reference may be in another worker: set it to frozen, or trainer_mode "
-                "to sync"
+                f"{OPTIONS}.reference.update={chosen.method.anchor}: with {apart} an update is a mini-batch, and the "
+                "reference may be in another worker: set it to frozen, or trainer_mode to sync"
             )
     for line in remarks(chosen, config):
         logger.warning(line)
+
+
+def is_experimental(config: Any) -> bool:
+    """Whether the settings are those of a trainer in verl.experimental, which has sections of its own."""
+    return "async_training" in config or "rollout" in config
+
+
+def asynchronous(config: Any) -> str | None:
+    """What in the settings makes the engine sample with earlier weights than those that are trained, if anything."""
+    if is_experimental(config):
+        return "async_training" if "async_training" in config else "one_step_off_policy"
+    trainer = config.trainer
+    mode = (trainer.get("v1", None) or {}).get("trainer_mode", "sync")
+    return f"{MODE}={mode}" if trainer.get("use_v1", True) and mode != "sync" else None
+
+
+def _check_stale(chosen: Settings, config: Any) -> None:
+    """What each token was drawn from has to be in the ratio: as old, or beside it with a weight."""
+    cause, correction = asynchronous(config), config.algorithm.get("rollout_correction", None) or {}
+    if cause is None:
+        return
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ValueError(
+            f"{cause}: responses come from earlier weights, and nothing says with which probabilities: "
+            "set actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    if chosen.needs_sampler or correction.get("rollout_is", None):
+        return
+    exact = f"+{OPTIONS}.mismatch=exact"
+    if not has_ratio(chosen.method.loss):
+        raise ValueError(
+            f"{cause}: responses come from earlier weights, and {chosen.name} has no ratio that accounts for it: "
+            f"set algorithm.rollout_correction.bypass_mode=False {exact}"
+        )
+    if not correction.get("bypass_mode", False):
+        raise ValueError(
+            f"{cause}: responses come from earlier weights than old_log_probs, which biases the gradient: set "
+            f"algorithm.rollout_correction.bypass_mode=True (old is what each token was drawn from), or {exact}"
+        )
+
+
+def _drops_groups(config: Any) -> bool:
+    return bool(config.trainer.get("use_v1", True)) and not is_experimental(config)
 
 
 def _check_kl(chosen: Settings, actor: Any, algorithm: Any) -> None:
@@ -147,7 +194,7 @@ def _about_groups(chosen: Settings, config: Any) -> Iterator[str]:
     method, groups = chosen.method, _filter(config)
     buffer = (config.get("reward", {}).get("reward_kwargs", None) or {}).get("overlong_buffer_cfg", None)
     penalty = (buffer or {}).get("enable", False)
-    if method.dynamic and not config.trainer.get("use_v1", True):
+    if method.dynamic and not _drops_groups(config):
         yield f"{chosen.name} was published with dynamic sampling, which verl has with trainer.use_v1=True only"
     elif method.dynamic and not groups.get("enable", False):
         yield (

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import verl.utils.config as verl_config
+import verl.utils.device as verl_device
 import verl.workers.config as worker_config
 from omegaconf import open_dict
 from torch import Tensor
@@ -24,7 +25,7 @@ from verl.workers.utils import losses as verl_losses
 from ...loss.methods import algorithm as get_preset
 from . import metrics, reference
 from .advantages import OPTIONS_KEY
-from .checks import check_names, check_run, refuse_options
+from .checks import check_names, check_run, is_experimental, refuse_options
 from .losses import GIVEN, Extra, handing_on, loss_settings, settings_of
 from .settings import PREFIX, Settings, wanted
 
@@ -32,6 +33,7 @@ OURS: set[str] = set()  # the loss_modes that are ours; the plugin fills it
 DEFINED_IN = ("verl.workers.config.actor", "verl.trainer.config.algorithm")  # what is subclassed here stays there
 _verl_ppo_loss = verl_losses.ppo_loss
 _verl_validate = verl_config.validate_config
+_verl_auto_set_device = verl_device.auto_set_device
 
 
 @dataclass
@@ -92,17 +94,31 @@ def _through_verl(
 @functools.wraps(_verl_validate)
 def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
     """Ours first: what verl's instantiates raises its errors in three lines."""
+    if _check(config):
+        kwargs["use_critic"] = False
+    _verl_validate(config, *args, **kwargs)
+
+
+@functools.wraps(_verl_auto_set_device)
+def auto_set_device(config: Any) -> None:
+    """What every program of verl's calls first. The experimental trainers check nothing before Ray starts workers."""
+    _verl_auto_set_device(config)
+    if is_experimental(config):
+        _check(config)
+
+
+def _check(config: Any) -> bool:
+    """All of a run's settings, completed and checked. Whether verl's default, a critic, gave way to our advantage."""
     check_names(config, POLICY_LOSS_REGISTRY, ADV_ESTIMATOR_REGISTRY)
     actor = config.actor_rollout_ref.actor
-    if actor.policy_loss.loss_mode in OURS:
-        chosen = settings_of(actor)
-        if _take_advantage(chosen, config):
-            kwargs["use_critic"] = False
-        check_run(chosen, config)
-        _hand_on_advantage(chosen, config.algorithm)
-    else:
+    if actor.policy_loss.loss_mode not in OURS:
         refuse_options(actor.policy_loss)
-    _verl_validate(config, *args, **kwargs)
+        return False
+    chosen = settings_of(actor)
+    taken = _take_advantage(chosen, config)
+    check_run(chosen, config)
+    _hand_on_advantage(chosen, config.algorithm)
+    return taken
 
 
 def _take_advantage(chosen: Settings, config: Any) -> bool:
@@ -125,15 +141,17 @@ def _hand_on_advantage(chosen: Settings, algorithm: Any) -> None:
 
 
 def install() -> None:
-    """Put ours in the place of verl's four, also where they were already imported by name."""
+    """Put ours in the place of verl's five, also where they were already imported by name."""
     swaps: dict[str, tuple[Any, Any]] = {
         "ppo_loss": (_verl_ppo_loss, ppo_loss),
         "validate_config": (_verl_validate, validate_config),
+        "auto_set_device": (_verl_auto_set_device, auto_set_device),
         "PolicyLossConfig": (PolicyLossConfig, LossConfig),
         "AlgoConfig": (AlgoConfig, AdvantageConfig),
     }
     worker_config.PolicyLossConfig, verl_losses.ppo_loss = LossConfig, ppo_loss
     verl_config.validate_config = validate_config
+    verl_device.auto_set_device = auto_set_device
     for name, module in list(sys.modules.items()):
         if name.startswith("verl."):
             for attribute, (theirs, ours) in swaps.items():
