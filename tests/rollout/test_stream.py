@@ -8,7 +8,7 @@ import torch
 import tiny
 from rollout.engines import PROMPTS, engine, forward_logp
 from rpg.rollout import Sampling
-from rpg.rollout.flight import Part, Underway
+from rpg.rollout.flight import Partial, Underway
 
 pytestmark = pytest.mark.usefixtures("graphs")
 N = 3
@@ -103,8 +103,8 @@ def test_kept_keys_are_those_of_the_old_weights():
     old, new = tiny.make("llama-tied"), tiny.make("llama-tied", spread=0.3)
     run = engine(old, slots=64)
     first = decode(run, begin(), lambda done, under_way: None if done else [], keep_cache=True)
-    anew = [Underway(g.number, g.prompt, g.seed, [Part(**vars(p) | {"cache": []}) for p in g.parts]) for g in first]
-    held = [Underway(g.number, g.prompt, g.seed, [Part(**vars(p)) for p in g.parts], g.cache) for g in first]
+    anew = [Underway(g.number, g.prompt, g.seed, [Partial(**vars(p) | {"cache": []}) for p in g.parts]) for g in first]
+    held = [Underway(g.number, g.prompt, g.seed, [Partial(**vars(p)) for p in g.parts], g.cache) for g in first]
     old.load_state_dict(new.state_dict())
     found = []
     for groups in (anew, held):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import rpg
+from rpg.loss.mismatch import TIS, Mismatch
 from rpg.loss.objective import k3
 from rpg.rollout import KeptIds, Rollout
-from rpg.rollout.flight import Part, Underway
+from rpg.rollout.flight import Partial, Underway
 from rpg.run.config import Config, OffPolicyConfig, OptimConfig, RolloutConfig
 from rpg.tasks import Problem
 from rpg.training.batch import make_batch
@@ -23,7 +24,7 @@ from rpg.training.samples.choice import FLOOR, HALF_LIFE, PromptChoice
 from rpg.training.samples.collect import Experience, Group, Response
 from rpg.training.samples.replay import Replay
 from rpg.training.samples.worth import SLOWEST, keep_pace, without, worth_of
-from rpg.training.setup import check_ahead, method_of, warnings_about
+from rpg.training.setup import about_sampler, check_ahead, method_of, warnings_about
 
 SMALL = {
     "rollout": {"prompts": 6, "samples": 4, "max_new_tokens": 24, "slots": 16},
@@ -152,13 +153,19 @@ def test_old_is_the_behaviour_policy_where_samples_may_be_stale(dtype, level):
         assert not OldLogp(Config(**settings), loss, dtype).recompute
 
 
-def test_recomputed_old_needs_the_weight_of_old_over_behaviour():
+def test_recomputed_old_has_the_weight_of_old_over_behaviour():
+    """Exact unless the run says otherwise, which it is told."""
     config = Config(rollout=RolloutConfig(ahead=1.0, old_logp="recompute"))
-    with pytest.raises(ValueError, match="old/behaviour"):
-        OldLogp(config, rpg.algorithm("grpo").loss, torch.float32)
-    for rule in ("exact", "tis"):
-        settings = replace(config, loss={"mismatch": rule})
-        assert OldLogp(settings, method_of(settings).loss, torch.float32).recompute
+    rules = {None: Mismatch(), "exact": Mismatch(), "tis": TIS(), "none": None}
+    for rule, expected in rules.items():
+        settings = config if rule is None else replace(config, loss={"mismatch": rule})
+        method = method_of(settings)
+        assert method.loss.mismatch == expected
+        assert OldLogp(settings, method.loss, torch.float32).recompute
+        told = " ".join(about_sampler(method, settings))
+        assert ("exact weight" in told) == (rule is None)
+        assert ("no weight corrects" in told) == (rule == "none")
+    assert method_of(replace(config, rollout=RolloutConfig(ahead=1.0))).loss.mismatch is None
 
 
 # ---- worth -----------------------------------------------------------------------------------------------------------
@@ -341,7 +348,11 @@ def test_groups_and_responses_under_way_come_back_as_they_were():
     values, tensors = stored.write_groups("ready", groups)
     back = stored.read_groups("ready", json.loads(json.dumps(values)), tensors, task)
     assert back == groups
-    parts = [Part([4, 5], [-0.1, -1 / 3], [1, 2], cache=[torch.rand(2, 3)]), Part(), Part([1], [-2.0], [0], True, True)]
+    parts = [
+        Partial([4, 5], [-0.1, -1 / 3], [1, 2], cache=[torch.rand(2, 3)]),
+        Partial(),
+        Partial([1], [-2.0], [0], True, True),
+    ]
     under_way = [Underway(9, [3, 3, 4], 2**63 + 5, parts, [torch.rand(1)])]
     values, tensors = stored.write_underway("under_way", under_way)
     (found,) = stored.read_underway("under_way", json.loads(json.dumps(values)), tensors)

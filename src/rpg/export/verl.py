@@ -360,7 +360,7 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
     if rollout.cache_dtype != "auto" or optim.offload:
         yield "rollout.cache_dtype, optim.offload: they are of rpg's own engine"
     if config.stale or rollout.choose != "passes":
-        yield "rollout.ahead, rollout.choose, offpolicy: they are of rpg's own loop; verl's asynchronous trainer is --async"
+        yield "rollout.ahead, rollout.choose, offpolicy: they are of rpg's own loop; --async is verl's way"
     if rollout.old_logp == "auto" and (launch.sampling is None or method.loss.needs_sampler):
         yield "rollout.old_logp=auto: recomputed by the trainer, as rpg train does with vLLM"
     if rollout.slots is None:

@@ -15,7 +15,7 @@ from .engine import NotFinite, Rollout
 
 
 @dataclass
-class Part:
+class Partial:
     """One response, as far as it has got."""
 
     tokens: list[int] = field(default_factory=list)
@@ -41,12 +41,12 @@ class Underway:
     number: int
     prompt: list[int]
     seed: int
-    parts: list[Part]
+    parts: list[Partial]
     cache: list[Tensor] = field(default_factory=list)  # of the prompt, where it is kept apart from the responses'
 
     @classmethod
     def begin(cls, number: int, prompt: Sequence[int], seed: int, n: int) -> Underway:
-        return cls(number, list(prompt), seed, [Part() for _ in range(n)])
+        return cls(number, list(prompt), seed, [Partial() for _ in range(n)])
 
     @property
     def over(self) -> bool:

@@ -15,7 +15,7 @@ from ..kernels.sample_torch import uniform_table
 from .attention import attending
 from .eager import EagerBatch
 from .engine import Sampling
-from .flight import Feed, Part, Underway
+from .flight import Feed, Partial, Underway
 from .graph_batch import READ_TOKENS, GraphBatch
 from .graphs import GraphDecoder
 from .pages import from_host, to_host
@@ -97,7 +97,7 @@ class Stream:
                 if not part.over:
                     (self.begun if part.tokens else self.queue).append(r)
 
-    def _part(self, request: int) -> Part:
+    def _part(self, request: int) -> Partial:
         return self.groups[request // self.n].parts[request % self.n]
 
     def _note_done(self, requests: Sequence[int] | Tensor) -> None:

@@ -43,7 +43,7 @@ from .phases import Phases
 from .progress import Progress, best_of, read_from, starvation, summarise
 from .reference import Reference, batch_logp, load_teacher
 from .samples.collect import UNEQUAL, Experience, Sampler
-from .samples.source import Source
+from .samples.source import SampleSource
 from .setup import (
     about_sampler,
     anchored,
@@ -175,7 +175,7 @@ class Trainer:
         self.learner = ShardedPolicy(self.policy, world) if world.sharded else self.policy
         self.optimizer = make_optimizer(self.learner.parameters(), config.optim)
         self.reference = Reference(self.learner, method.anchor, taught.reference, world, self.policy, teacher)
-        self.source = Source(config, method, self.sampler, self.task, progress.cursor)
+        self.source = SampleSource(config, method, self.sampler, self.task, progress.cursor)
         self.phases = Phases(self.optimizer, self.engine, self.policy.device, layout.offload)
         self.oom_retry = make_oom_retry(self.policy, planned, held, self.engine.release, context, layout)
         self.updater = Updater(config, method, self.learner, self.optimizer, folder, progress, self.oom_retry, context)

@@ -35,7 +35,7 @@ class OldLogp:
     vLLM computes with kernels of its own, whatever the precision: with it they are recomputed unless told otherwise.
     Where a step trains on samples of earlier policies too, the engine's are what each token was drawn with: old is then
     that policy, whatever the precision, and the weights are exact. Recomputed, old is the policy at the start of the
-    step, and the loss needs a mismatch rule for the weight old/behaviour.
+    step, and the weight old/behaviour goes on top (setup.corrected).
     From keys and values of 8 bits they are another policy's: always recomputed, and the engine's go to the loss beside
     them, as what was sampled from; setup.corrected gives the loss the weight that makes that exact.
     """
@@ -48,11 +48,6 @@ class OldLogp:
         exact = dtype in (torch.float32, torch.float64)
         wary = rollout.engine == "vllm" or (not exact and loss.level != "token")
         rounded = rollout.cache_dtype != "auto"
-        if config.stale and setting == "recompute" and not loss.needs_sampler:
-            raise ValueError(
-                "rollout.old_logp=recompute with samples of earlier policies (rollout.ahead, offpolicy.reuse) needs "
-                "the weight old/behaviour: give --loss.mismatch exact (or tis, icepop, mis), or leave old_logp at auto"
-            )
         wary = wary and not config.stale
         exact = exact or config.stale
         self.always = setting == "recompute" or loss.needs_sampler or rounded or (setting == "auto" and wary)

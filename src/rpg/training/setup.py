@@ -167,24 +167,34 @@ def method_of(config: Config) -> Method:
 
 
 def corrected(chosen: Algorithm, config: Config) -> Algorithm:
-    """What a rounded cache draws is another policy's, the engine's μ: old, recomputed, is the whole model's.
+    """What a rounded cache draws is another policy's, the engine's μ: old, recomputed, is the whole model's. So it is
+    where samples are of earlier policies and old is recomputed.
 
-    So each sample's loss has the exact weight ρ = old/μ, at the loss's level, and the expected gradient is that of the
-    unrounded policy. ``loss.mismatch`` decides otherwise where it is given (none: leave it off), and so does a method
+    So each sample's loss has the exact weight ρ = old/μ, at the loss's level, and the expected gradient is exact
+    again. ``loss.mismatch`` decides otherwise where it is given (none: leave it off), and so does a method
     that has a rule. A KL reward-to-go looks beyond its token: there the weight is the response's.
     """
-    if config.rollout.cache_dtype == "auto" or "mismatch" in config.loss or chosen.loss.mismatch is not None:
+    if not sampler_of(config) or "mismatch" in config.loss or chosen.loss.mismatch is not None:
         return chosen
     exact = Mismatch("sequence" if chosen.loss.kl_to_go else None)
     return replace(chosen, loss=chosen.loss.replace(mismatch=exact))
 
 
+def sampler_of(config: Config) -> str:
+    """Of which policy samples are, where old is always recomputed and is another one; else empty."""
+    rollout = config.rollout
+    if rollout.cache_dtype != "auto":
+        return f"rollout.cache_dtype {rollout.cache_dtype}: samples are of the policy with a rounded cache"
+    if config.stale and rollout.old_logp == "recompute":
+        return "rollout.old_logp recompute: samples are of earlier policies than old"
+    return ""
+
+
 def about_sampler(method: Method, config: Config) -> Iterator[str]:
-    """What is done about samples of a rounded cache, where the run did not say it."""
-    rule = method.loss.mismatch
-    if config.rollout.cache_dtype == "auto":
+    """What is done about samples of another policy than old, where the run did not say it."""
+    rule, drawn = method.loss.mismatch, sampler_of(config)
+    if not drawn:
         return
-    drawn = f"rollout.cache_dtype {config.rollout.cache_dtype}: samples are of the policy with a rounded cache"
     if rule is None or not method.loss.needs_sampler:
         yield f"{drawn}, and no weight corrects for it (loss.mismatch {config.loss.get('mismatch', 'none')})"
     elif "mismatch" not in config.loss:

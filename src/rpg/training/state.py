@@ -40,7 +40,7 @@ from .oom_retry import OomRetry
 from .optim import MixedOptimizer, load_optimizer, optimizer_tensors
 from .progress import Progress
 from .reference import Reference
-from .samples.source import Source
+from .samples.source import SampleSource
 
 TOLD = 3  # settings that differ are named
 # what may differ when a run is resumed
@@ -77,7 +77,7 @@ class RunState:
     reference: Reference
     oom_retry: OomRetry
     progress: Progress
-    source: Source
+    source: SampleSource
     data: dict[str, list[Any]]  # the fingerprint of the task
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:

@@ -21,7 +21,7 @@ from .stream import StreamCollector
 from .worth import budgeted, keep_pace, without, worth_of
 
 
-class Source:
+class SampleSource:
     """``collect`` gives a step's groups; ``sift`` drops what is no longer worth training on; ``served``, at the end of
     the step, keeps what may serve again. What is held between steps is in the checkpoints."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...rollout import KeptIds, Rollout
-from ...rollout.flight import Part, Underway
+from ...rollout.flight import Partial, Underway
 from ...tasks import Task
 from .collect import Group, Response
 
@@ -160,6 +160,6 @@ def read_underway(prefix: str, values: Iterable[Values], tensors: Mapping[str, T
         for about, cache in zip(group["parts"], caches[1:], strict=True):
             size = about["tokens"]
             tokens, logp, versions = (reader.get(name, size) for name in ("tokens", "logp", "versions"))
-            parts.append(Part(tokens, logp, versions, about["ended"], about["over"], cache))
+            parts.append(Partial(tokens, logp, versions, about["ended"], about["over"], cache))
         groups.append(Underway(group["number"], prompt, group["seed"], parts, caches[0]))
     return groups
