@@ -41,6 +41,16 @@ def train(server: Server) -> Callable[..., Job]:
     return lambda folder, *argv, **options: server.start("train", "--output", folder, *TINY, *argv, **options).wait()
 
 
+LONG = (  # each takes half a minute or more
+    "tests/loss/test_mutations.py",
+    "tests/integrations/test_trl_equivalence.py::test_two_processes",
+    "tests/models/test_loading.py::test_from_the_hub_then_from_the_cache",
+    "tests/bench/test_bench.py::test_both_sides",
+    "tests/distributed/test_ranks_runs.py::test_torchrun_is_stopped_at_one_step",
+    "tests/export/test_export_verl.py::test_verl_takes_them",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The mutation tests first: each takes a minute, and at the end one core would wait for them."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/loss/test_mutations.py"))
+    """The long ones first: at the end one core would wait for them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))

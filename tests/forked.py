@@ -55,6 +55,7 @@ elif argv is not None:
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 """
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "300"}
+LONG = 300.0  # seconds after which whoever waits gives up: a busy machine needs a minute for what takes some seconds
 
 
 class Job:
@@ -90,7 +91,7 @@ class Job:
     def text(self) -> str:
         return f"{self.out}\n{self.err}"
 
-    def until(self, condition: Callable[[], object], seconds: float = 60, every: float = 0.001) -> bool:
+    def until(self, condition: Callable[[], object], seconds: float = LONG, every: float = 0.001) -> bool:
         """False if the command ended first."""
         limit = time.monotonic() + seconds
         while not condition():
@@ -161,4 +162,4 @@ class Server:
 
     def close(self) -> None:
         self.stop()
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=LONG)

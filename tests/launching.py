@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from forked import ENV
+from forked import ENV, LONG
 
 # Single-threaded until it forks: no tensor is made here.
 SERVER = """
@@ -63,13 +63,13 @@ class Launch:
     def kill(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
 
-    def wait(self, seconds: float = 60) -> Launch:
+    def wait(self, seconds: float = LONG) -> Launch:
         """Their exit codes."""
         if self.codes is None:
             self.codes = self.launcher.read_numbers(seconds)
         return self
 
-    def until(self, condition: Callable[[], object], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = LONG) -> None:
         limit = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < limit, self.text
@@ -97,7 +97,7 @@ class Launcher:
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, bufsize=0
         )
-        self._read(120)
+        self._read(LONG)
 
     def _read(self, seconds: float) -> str:
         assert self.process.stdout is not None
@@ -109,7 +109,7 @@ class Launcher:
             line += self.process.stdout.read(1)
         return line.decode()
 
-    def read_numbers(self, seconds: float = 60) -> list[int]:
+    def read_numbers(self, seconds: float = LONG) -> list[int]:
         return [int(x) for x in self._read(seconds).split()]
 
     def start(self, *argv: object, ranks: int = 2, **env: str) -> Launch:
@@ -139,4 +139,4 @@ class Launcher:
 
     def close(self) -> None:
         self.stop()
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=LONG)

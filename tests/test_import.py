@@ -10,9 +10,9 @@ PROGRAM = f"""
 import json, sys, time
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import rpg
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 added = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print(json.dumps([seconds, sorted(added & set({HEAVY!r})), sorted(n for n in {HEAVY!r} if n in sys.modules)]))
 """

@@ -64,7 +64,7 @@ def losses(tmp_path):
 def process(*argv, **options):
     env = os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "rpg.cli", *argv]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=env, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=env, timeout=300, **options)
 
 
 def inside(*argv):
@@ -367,7 +367,7 @@ def test_a_file_that_fails_to_be_written_is_one_line(tmp_path, monkeypatch):
 def test_a_reader_that_stops_early_is_no_error():
     env = os.environ | {"PYTHONPATH": SOURCE}
     command = f"{sys.executable} -m rpg.cli algorithms --json | head -c 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=300)
     assert (done.stdout.split(), done.stderr) == (["[0"], "")
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def make(home: Path, *arguments: str, **more: str) -> str:
     env = {"PATH": "/usr/bin:/bin", "HOME": str(home), **more}
-    done = subprocess.run(["make", *arguments], cwd=home, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", *arguments], cwd=home, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -65,7 +65,7 @@ def test_the_script_itself(home: Path) -> None:
         "rollout: {prompts: 2, samples: 4, max_new_tokens: 24}\neval: {problems: 4, k: 2}\n"
     )
     argv = [sys.executable, "-m", "rpg.cli", "train", "--config", "run.yaml", "--output", "run"]
-    options = {"capture_output": True, "text": True, "encoding": "utf-8", "env": ENV, "cwd": home, "timeout": 120}
+    options = {"capture_output": True, "text": True, "encoding": "utf-8", "env": ENV, "cwd": home, "timeout": 300}
     done = subprocess.run([*argv, "--steps", "2", "--loss.high", "0.25"], **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -1,7 +1,6 @@
 """The same batch through `rpg train` and through TRL's trainer: the same loss, the same gradients."""
 
 import os
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -9,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("trl")
 
 from integrations.equivalence import OF_A_RESPONSE, TOLERANCE, same, through_rpg_train
-from integrations.trl_fixed import CASES, MEASURED, label, overlong, through_trl, weighed
+from integrations.trl_fixed import CASES, IN_TWO, MEASURED, label, overlong, through_trl, weighed
 
 TESTS = Path(__file__).parent.parent
 
@@ -48,11 +48,10 @@ def test_metrics_do_not_depend_on_the_cut():
 
 
 def test_two_processes(tmp_path):
-    """DDP on gloo; all cases, with accumulation 1 and 4, and what else needs two processes, in one launch."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    base = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    """DDP on gloo; all cases, with accumulation 1 or 4, and what else needs two processes, in one launch."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a port that nobody else can take
+    base = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    base |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     running = [
@@ -65,16 +64,20 @@ def test_two_processes(tmp_path):
         )
         for rank in range(2)
     ]
-    for process in running:
-        text = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, text
+    try:
+        for process in running:
+            text = process.communicate(timeout=300)[0]
+            assert process.returncode == 0, text
+    finally:
+        for process in running:
+            process.kill()
     alone: dict[str, float] = {}
     through_trl(MEASURED, 1, metrics=alone)
     penalised = overlong(1)
     for found in (torch.load(tmp_path / f"rank{rank}") for rank in range(2)):
-        for case in CASES:
-            for accumulation in (1, 4):
-                same(found["steps"][label(case), accumulation], expected(label(case)), tolerance(case))
+        assert len(found["steps"]) == len(IN_TWO)
+        for case, accumulation in IN_TWO:
+            same(found["steps"][label(case), accumulation], expected(label(case)), tolerance(case))
         same_metrics(found["metrics"], alone)
         same(found["overlong"], penalised)
         assert found["resumed"]

@@ -42,6 +42,10 @@ OTHERS = [
 ]
 MEASURED = Case("rpg-reinforce-urkl", reference="frozen")  # whose metrics are looked at
 CASES = [*(preset_case(name) for name in algorithms() if name not in REFUSED), *OTHERS]
+# What two processes run: every case once, cut into 1 and 4 parts in turn; RPG_TRL=all: every case both ways.
+IN_TWO = [(case, (1, 4)[i % 2]) for i, case in enumerate(CASES)]
+if os.environ.get("RPG_TRL") == "all":
+    IN_TWO = list(itertools.product(CASES, (1, 4)))
 
 
 def weighed(case: Case) -> Case:
@@ -182,7 +186,7 @@ def through_trl(
 
 def main(output: str, processes: int) -> None:
     found = {}
-    for case, accumulation in itertools.product(CASES, (1, 4)):
+    for case, accumulation in IN_TWO:
         size = GROUPS * SAMPLES // (accumulation * processes)
         found[label(case), accumulation] = through_trl(case, accumulation, per_device_train_batch_size=size)
     metrics: dict[str, float] = {}

@@ -2,7 +2,8 @@
 
 ``python tests/loss/mutations.py objective`` prints one JSON line per mutant of src/rpg/loss/objective.py. A process
 that has imported torch, and never called backward, forks a child per mutant. The child swaps one node of one syntax
-tree, imports ``rpg`` from the trees and calls the test functions until one fails.
+tree, imports ``rpg`` from the trees and calls the test functions until one fails. Without arguments the process stays:
+it reads what to run, a line each, so that many modules cost its imports once.
 """
 
 import ast
@@ -23,6 +24,7 @@ import numpy.random  # noqa: F401  loaded here once, not in every child
 import pytest
 import scipy.special  # noqa: F401
 import torch
+import transformers  # noqa: F401
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parents[1] / "src" / "rpg"
@@ -364,17 +366,26 @@ def warm_up():
     use()
 
 
-def run(module, jobs, every=1, skipped=()):
-    """Yields (name of the mutant or None for the untouched source, what killed it or None); one mutant of ``every``."""
+def ready():
+    """The finder, once a process."""
     assert not any(name.split(".")[0] == "rpg" for name in sys.modules), "rpg must be imported in the children only"
+    torch.set_num_threads(1)
     finder = Trees()
     sys.meta_path.insert(0, finder)
     brief_hypothesis()
     warm_up()
+    return finder
+
+
+def run(finder, module, jobs, every=1, skipped=(), passed=()):
+    """Yields (name of the mutant or None for the untouched source, what killed it or None); one mutant of ``every``.
+
+    The tests in ``passed`` were seen to pass with the untouched source: that is not tried again.
+    """
     files = [test_file(name) for name in ORACLES[module]]
     sources = {file.stem: compile(file.read_text(), str(file), "exec") for file in files}
     waiting = [m for m in of_tree(module, finder.trees[full_name(module)][1]) if m.name not in skipped]
-    waiting, running = [None, *waiting[::every]], {}
+    waiting, running = [*([] if set(ORACLES[module]) <= set(passed) else [None]), *waiting[::every]], {}
     killers = defaultdict(Counter)  # function -> what killed its mutants: mostly that also kills the next one
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -394,8 +405,21 @@ def run(module, jobs, every=1, skipped=()):
         yield (None if mutant is None else mutant.name), killed_by
 
 
+def serve(finder):
+    """``[module, jobs, every, skipped]`` a line; a line of outcomes for each."""
+    passed = set()
+    for line in sys.stdin:
+        module, *how = json.loads(line)
+        outcomes = list(run(finder, module, *how, passed=passed))
+        if (None, None) in outcomes:
+            passed |= set(ORACLES[module])
+        print(json.dumps(outcomes), flush=True)
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    module, jobs, every, skipped = [*sys.argv[1:], *("2", "1", "[]")[len(sys.argv) - 2 :]]
-    for name, killed_by in run(module, int(jobs), int(every), json.loads(skipped)):
-        print(json.dumps([name, killed_by]), flush=True)
+    if len(sys.argv) == 1:
+        serve(ready())
+    else:
+        module, jobs, every, skipped = [*sys.argv[1:], *("2", "1", "[]")[len(sys.argv) - 2 :]]
+        for name, killed_by in run(ready(), module, int(jobs), int(every), json.loads(skipped)):
+            print(json.dumps([name, killed_by]), flush=True)

@@ -194,22 +194,39 @@ EQUIVALENT = {
 }
 
 
+@pytest.fixture(scope="module")
+def mutating(tmp_path_factory):
+    """Runs the mutants of a module. Children are forked by a process of its own, which does the imports once: one that
+    has called backward cannot fork."""
+    log = tmp_path_factory.mktemp("mutants") / "log"
+    pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, mutations.__file__]
+    with (
+        log.open("w") as err,
+        subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=err) as process,
+    ):
+
+        def run(*job):
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            assert line, log.read_text()
+            return json.loads(line)
+
+        yield run
+
+
 @pytest.mark.parametrize("module", EQUIVALENT)
-def test_every_mutant_is_killed(module):
-    """Children are forked by a process of its own: one that has called backward cannot fork."""
+def test_every_mutant_is_killed(module, mutating):
     jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
-    command = [sys.executable, mutations.__file__, module, str(jobs), str(EVERY), json.dumps(list(EQUIVALENT[module]))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (untouched, fails), *outcomes = sorted(map(json.loads, done.stdout.splitlines()), key=lambda x: x[0] is not None)
-    assert untouched is None
+    outcomes = dict(mutating(module, jobs, EVERY, list(EQUIVALENT[module])))
+    fails = outcomes.pop(None, None)
     assert fails is None, f"a test fails without any mutation: {fails}"
     names = [mutant.name for mutant in mutations.of_module(module)]
     assert set(EQUIVALENT[module]) <= set(names), "a mutant listed as equivalent no longer exists"
     tried = [name for name in names if name not in EQUIVALENT[module]][::EVERY]
-    assert sorted(name for name, _ in outcomes) == sorted(tried)
-    survivors = [name for name, killed_by in outcomes if killed_by is None]
+    assert sorted(outcomes) == sorted(tried)
+    survivors = [name for name, killed_by in outcomes.items() if killed_by is None]
     assert not survivors, "\n".join(["no test fails under", *survivors])
 
 

@@ -205,7 +205,7 @@ def test_a_full_disk(tmp_path: Path, server) -> None:
     argv += ["--checkpoint.every", "1", "--checkpoint.keep", "50", "--log.tensorboard", "true"]
     script = f'mount -t tmpfs -o size=30m none {disk} && {{ "$@"; code=$?; cp -r {disk}/run {copy}; exit $code; }}'
     command = ["unshare", "-rm", "sh", "-c", script, "sh", *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=ENV, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=ENV, timeout=300, check=False)
     step = check_full_disk(done.returncode, done.stderr, copy)
     assert done.stderr.startswith("rpg train: the disk is full: cannot write"), done.stderr
     assert f"the last checkpoint is step {step} in" in done.stderr

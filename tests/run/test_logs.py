@@ -346,7 +346,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, name, str(folder), str(first), str(last), resume]
     return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **env}, timeout=120, cwd=folder.parent
+        command, capture_output=True, text=True, env={**os.environ, **env}, timeout=300, cwd=folder.parent
     )
 
 
