@@ -1,7 +1,7 @@
 """Sampling ahead, groups that serve again, prompts that are chosen: which of them reaches an accuracy sooner?
 
     python benchmarks/what_pays.py --target 0.9 [--seeds 3] [--json FILE] [-- any flags of rpg train]
-    python benchmarks/what_pays.py --target 0.38 --seeds 1 -- --config recipes/gsm8k/qwen2.5-coder-0.5b/dapo.yaml --model FOLDER
+    python benchmarks/what_pays.py --target 0.38 -- --config recipes/gsm8k/qwen2.5-coder-0.5b/dapo.yaml --model FOLDER
 
 Each by itself, and all together, beside the plain loop: the cases take turns, seed by seed. Counted are seconds of
 steps without evaluations, and tokens sampled, until the first evaluation at the target or above. Runs that have ended
@@ -88,7 +88,7 @@ def table(rows: list[dict[str, Any]], target: float) -> None:
             continue
         seconds, tokens, steps = (statistics.mean(at[name] for at in there) for name in ("seconds", "tokens", "steps"))
         plain = tokens if plain is None and case == "the plain loop" else plain
-        if plain is not None:
+        if plain:
             ratio = f"{tokens / plain:.2f}"
         some = "" if len(there) == len(mine) else f" ({len(there)} of {len(mine)} runs)"
         print(f"| {case:21} | {seconds:.0f}{some} | {tokens:,.0f} | {ratio} | {steps:.0f} | {sampled} | {ess} |")
