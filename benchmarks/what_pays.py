@@ -71,10 +71,8 @@ def one(case: str, seed: int, target: float, options: list[str]) -> dict[str, An
 
 
 def table(rows: list[dict[str, Any]], target: float) -> None:
-    print(
     to = f"to {target:.0%}"
     print(f"| {'':21} | seconds {to} | tokens {to} | of plain | steps | groups sampled for one | ESS |")
-    )
     print("|---|---:|---:|---:|---:|---:|---:|")
     plain = None
     for case in CASES:
