@@ -117,6 +117,26 @@ CHARTS = (
         "share",
     ),
     Chart(
+        "lag",
+        "Lag",
+        "Steps of training between the draw of a token and its use. What it costs is in the effective sample size: a "
+        "lag that grows while that falls says that sampling runs too far ahead, or that groups serve too long.",
+        {"lag/mean": "mean", "lag/max": "largest"},
+        quiet=("lag/max",),
+    ),
+    Chart(
+        "dropped",
+        "Groups dropped",
+        "Groups that the policy had left too far to learn from. Many of them are sampling done for nothing.",
+        {"worth/dropped": "dropped"},
+    ),
+    Chart(
+        "sampled",
+        "Groups sampled for one",
+        "For each new group trained on. Above 1, problems without a signal or dropped groups took the rest.",
+        {"groups/sampled_for_one": "sampled for one"},
+    ),
+    Chart(
         "grad",
         "Gradient norm",
         "Before it is scaled down to the limit. Lone spikes are caught by the limit; a trend upward is not.",
@@ -138,6 +158,7 @@ CHARTS = (
             "time/rollout": "rollout",
             "time/reward": "reward",
             "time/train": "train",
+            "time/offload": "moving to and from the host",
             "time/eval": "eval",
             "time/checkpoint": "checkpoint",
         },
