@@ -19,7 +19,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:   # two targets would set up one environment at once; what can be done side by side asks for it below
 endif
 
-.PHONY: help train check check-core test test-rpg test-in-verl test-trl-vllm test-elsewhere test-vllm test-verl lint audit audit-page bench clean
+.PHONY: help train check check-core test test-rpg test-in-verl test-trl-vllm test-vllm test-verl lint audit audit-page bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -72,17 +72,14 @@ check: $(VENV)/ready            ## two minutes: lint, types, and the tests of wh
 check-core: $(VENV)/ready            ## the tests of `make check`
 	$(BIN)/pytest -n 2 --dist worksteal $(CORE) --ignore tests/loss/test_mutations.py
 
-# First the environments that most tests need, beside lint; then two things side by side: pytest on two cores, and the
-# tests of the other two environments, one after the other, where the first wait. After lint every part runs whatever the
-# others say; its last line stands at the end.
+# Two jobs at a time: environments beside one another and beside lint; then pytest on two cores; then the tests of the
+# other two environments, side by side. After lint every part runs whatever the others say; its last line stands at the end.
 test:            ## lint, types and every test; the peers' real losses, verl and TRL + vLLM included
 	@rm -rf $(RESULTS)
-	@$(MAKE) --no-print-directory -j2 -Otarget lint $(VERL)/ready
-	@code=0; $(MAKE) --no-print-directory -k -j2 test-rpg test-elsewhere || code=1; cat $(VENV)/elsewhere; \
+	@$(MAKE) --no-print-directory -j2 -Otarget lint $(VERL)/ready $(VLLM)/ready
+	@code=0; $(MAKE) --no-print-directory test-rpg || code=1; \
+	$(MAKE) --no-print-directory -k -j2 -Otarget test-in-verl test-trl-vllm || code=1; \
 	cd $(RESULTS) && for part in *; do printf '%-10s %s\n' $$part "$$(tail -n 1 $$part)"; done; exit $$code
-
-test-elsewhere:
-	@$(MAKE) --no-print-directory -k -j1 test-in-verl test-trl-vllm > $(VENV)/elsewhere 2>&1
 
 test-rpg: $(VENV)/ready $(VERL)/ready            ## everything that runs in .venv
 	@mkdir -p $(RESULTS)
