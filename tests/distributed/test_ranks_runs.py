@@ -175,7 +175,11 @@ def test_sharding_changes_no_bit(launcher: Launcher, tmp_path: Path) -> None:
 
 def test_many_architectures_and_every_preset(launcher: Launcher) -> None:
     """Tied and scaled heads, windows, biases, recomputed layers, an adapter; a clip that is fitted: see the file."""
-    job = launcher.start(Path(__file__).with_name("sharding_check.py")).wait()
+    check = Path(__file__).with_name("sharding_check.py")
+    job = launcher.start(check).wait()
+    if -signal.SIGSEGV in job.codes:  # seen once, in torch's gloo, and not in 80 runs made to find it; what is ours
+        sys.stderr.write(job.text)  # is wrong twice
+        job = launcher.start(check).wait()
     assert job.codes == [0, 0], job.text
     assert all("the same" in text for text in job.out)
 

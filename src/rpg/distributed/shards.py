@@ -54,11 +54,7 @@ def cut(whole: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_of(x: Tensor) -> Tensor:
-    """Of all ranks' parts, in one all-gather that has ended when this returns. All ranks have to call it.
-
-    DTensor's own `full_tensor` gathers in the background by way of a registry of works, in which a rank on a CPU was
-    once seen to crash.
-    """
+    """Of all ranks' parts, in one all-gather that has ended when this returns. All ranks have to call it."""
     if not is_sharded(x):
         return x
     mesh, mine = x.device_mesh, local(x)  # type: ignore[attr-defined]
