@@ -7,6 +7,7 @@ import torch
 
 import tiny
 from rollout.engines import PROMPTS, engine, forward_logp
+from rpg.kernels.step import DEAD, LENGTH
 from rpg.rollout import Sampling, stream
 from rpg.rollout.flight import Partial, Underway
 
@@ -208,3 +209,31 @@ def test_some_keys_are_kept_and_some_are_not(llama):
     responses = whole(run, tokens=40)
     for group in over:
         assert [p.tokens for p in group.parts] == [r.tokens for r in responses[group.number]]
+
+
+def test_out_of_memory_while_results_are_read_gives_no_tokens_beyond_an_end(llama, monkeypatch):
+    """Rows that have ended on the device are not yet known to have."""
+    run, over, hits = engine(llama, slots=16), [], []
+    plain = run._stream
+
+    def stream_(*args):
+        made = plain(*args)
+        look = getattr(made, "_look", None)
+
+        def tight():
+            if not hits and min(made.buffers.state_5S[LENGTH, : len(made.live)].tolist()) == DEAD and made.steps:
+                hits.append(1)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            look()
+
+        if look is not None:
+            monkeypatch.setattr(made, "_look", tight)
+        return made
+
+    monkeypatch.setattr(run, "_stream", stream_)
+    decode(run, begin(), lambda done, under_way: over.extend(done) or [], tokens=40)
+    assert len(hits) == engine.graphs
+    responses = whole(run, tokens=40)
+    for group in over:
+        assert [p.tokens for p in group.parts] == [r.tokens for r in responses[group.number]]
+        assert [p.ended for p in group.parts] == [r.finished for r in responses[group.number]]

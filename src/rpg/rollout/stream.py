@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.merged import merging
 from ..kernels.sample_torch import uniform_table
+from ..kernels.step import DEAD, LENGTH
 from .attention import attending
 from .eager import EagerBatch
 from .engine import Sampling
@@ -255,8 +256,11 @@ class GraphStream(Stream, GraphBatch):
     def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
         b, rows = self.buffers, {}
         ages = dict(zip(self.live, self.age, strict=True)) | {back.request: back.age for back in self.waiting}
+        for r, length in zip(self.live, b.state_5S[LENGTH, : len(self.live)].tolist(), strict=True):
+            if length == DEAD:  # after an error: it has ended and nobody has looked. Its last token is drawn again
+                ages[r] = int(b.count_S[self.slot[r]]) - 2
         for r in requests:
-            if r in ages:
+            if r in ages and not self._part(r).over:
                 rows[r] = b.tokens_SR[self.slot[r]], b.logp_SR[self.slot[r]], ages[r] + 1
             else:
                 rows[r] = self.tokens[r], self.logp[r], int(self.length[r])
