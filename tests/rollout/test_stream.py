@@ -7,7 +7,8 @@ import torch
 
 import tiny
 from rollout.engines import PROMPTS, engine, forward_logp
-from rpg.rollout import Sampling
+from rpg.kernels.step import DEAD, LENGTH
+from rpg.rollout import Sampling, stream
 from rpg.rollout.flight import Partial, Underway
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -153,3 +154,86 @@ def test_out_of_memory_goes_on_with_half_the_slots(llama, monkeypatch):
     responses = whole(run, tokens=40)
     for group in over:
         assert [p.tokens for p in group.parts] == [r.tokens for r in responses[group.number]]
+
+
+@pytest.mark.parametrize("where", ["made", "given"])
+def test_out_of_memory_before_anything_is_decoded_loses_nothing(llama, monkeypatch, where):
+    """Neither where the buffers do not fit, nor where the tables of groups that have just been given do not."""
+    told, left = [], [2]
+    run = engine(llama, slots=16, warn=told.append)
+    plain = run._stream
+
+    def tight():
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def stream_(*args):
+        if where == "made":
+            tight()
+        made = plain(*args)
+        if where == "given":
+            table = stream.uniform_table
+            monkeypatch.setattr(stream, "uniform_table", lambda *args: tight() or table(*args))
+        return made
+
+    monkeypatch.setattr(run, "_stream", stream_)
+    over = []
+    assert decode(run, begin(), lambda done, under_way: over.extend(done) or []) == []
+    assert len(told) == 2
+    assert sorted(group.number for group in over) == list(range(len(PROMPTS)))
+
+
+def test_responses_of_any_lengths_go_on_beside_each_other():
+    """One is at its end when the others still have far to go, on the last page there is for it."""
+    model = tiny.make("llama-tied", max_position_embeddings=256)
+    run, over = engine(model, slots=8, end_ids=[39]), []
+    (expected,) = run.generate([[5, 6, 7]], 2, 64, seed=3)
+    assert len(expected[0].tokens) > 61
+    group = Underway.begin(0, [5, 6, 7], 3, 2)
+    for part, rollout, size in zip(group.parts, expected, (61, 5), strict=True):
+        part.tokens, part.logp, part.versions = rollout.tokens[:size], rollout.logp[:size], [0] * size
+    assert decode(run, [group], lambda done, under_way: over.extend(done) or [], tokens=64) == []
+    assert [part.tokens for part in over[0].parts] == [rollout.tokens for rollout in expected]
+
+
+def test_some_keys_are_kept_and_some_are_not(llama):
+    """After memory ran out, those that found no slot again come without."""
+    run, over = engine(llama, slots=64), []
+    groups = decode(run, begin(), lambda done, under_way: None if done else [], tokens=40, keep_cache=True)
+    assert len(groups) > 1
+    for part in groups[-1].parts:
+        part.cache = []
+    groups[-1].cache = []
+    assert decode(run, groups, lambda done, under_way: over.extend(done) or [], tokens=40, keep_cache=True) == []
+    responses = whole(run, tokens=40)
+    for group in over:
+        assert [p.tokens for p in group.parts] == [r.tokens for r in responses[group.number]]
+
+
+def test_out_of_memory_while_results_are_read_gives_no_tokens_beyond_an_end(llama, monkeypatch):
+    """Rows that have ended on the device are not yet known to have."""
+    run, over, hits = engine(llama, slots=16), [], []
+    plain = run._stream
+
+    def stream_(*args):
+        made = plain(*args)
+        look = getattr(made, "_look", None)
+
+        def tight():
+            if not hits and min(made.buffers.state_5S[LENGTH, : len(made.live)].tolist()) == DEAD and made.steps:
+                hits.append(1)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            look()
+
+        if look is not None:
+            monkeypatch.setattr(made, "_look", tight)
+        return made
+
+    monkeypatch.setattr(run, "_stream", stream_)
+    decode(run, begin(), lambda done, under_way: over.extend(done) or [], tokens=40)
+    assert len(hits) == engine.graphs
+    responses = whole(run, tokens=40)
+    for group in over:
+        assert [p.tokens for p in group.parts] == [r.tokens for r in responses[group.number]]
+        assert [p.ended for p in group.parts] == [r.finished for r in responses[group.number]]

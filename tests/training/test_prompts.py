@@ -14,6 +14,7 @@ from rpg.rollout import Rollout
 from rpg.run.auto import settled
 from rpg.run.config import Config, EvalConfig, RolloutConfig, TaskConfig
 from rpg.tasks import ENDLESS, Problem, Scorer, Task, load_task
+from rpg.training.samples.choice import PromptChoice
 from rpg.training.samples.collect import Collector, PromptTooLong, Sampler, encode_prompt
 from rpg.training.setup import check_fit, check_train, held_out, make_scorer, method_of
 
@@ -238,6 +239,16 @@ def test_the_collector_leaves_out_what_is_too_long(policy):
         resumed.position = replace(again.position)
         resumed.collect(2)
         assert resumed.sampler.engine.prompts == made.sampler.engine.prompts[4:6]
+
+
+def test_prompts_that_are_left_out_by_choice_are_not_taken_for_too_long(policy):
+    """One of three fits, and is sampled rarely: that is no reason to give up."""
+    with Scorer(zero, trusted=True) as scorer:
+        made = collector(policy, sized(90, 3, 100), settings(80), scorer)
+        made.choice = PromptChoice(made.position, 0, 2, again=True)
+        for step in range(1, 12):
+            made.collect(step)
+        assert {len(ids) for ids in made.sampler.engine.prompts} == {3}
 
 
 class Endless(list):

@@ -142,6 +142,41 @@ def test_settings_without_effect_are_told():
     assert "no effect" not in " ".join(warnings_about(method_of(stale), stale))
 
 
+def test_a_method_without_weights_is_told_that_stale_samples_bias_it():
+    for settings in ({"rollout": RolloutConfig(ahead=1.0)}, {"offpolicy": OffPolicyConfig(reuse=2)}):
+        for minibatches in (1, 4):
+            config = Config(algorithm="rloo", optim=OptimConfig(minibatches=minibatches), **settings)
+            assert "biased on samples of earlier policies" in " ".join(warnings_about(method_of(config), config))
+            assert "on-policy" not in " ".join(warnings_about(method_of(config), config))
+    weighted = Config(algorithm="rloo", rollout=RolloutConfig(ahead=1.0, old_logp="recompute"))
+    with_ratios = Config(algorithm="grpo", rollout=RolloutConfig(ahead=1.0))
+    for config in (weighted, with_ratios):
+        assert "earlier policies" not in " ".join(warnings_about(method_of(config), config))
+
+
+def test_what_cannot_be_meant_is_refused():
+    with pytest.raises(ValueError, match=r"rollout\.ahead must be .*at most 100"):
+        Config(rollout=RolloutConfig(ahead=1000.0))
+    with pytest.raises(ValueError, match=r"needs rollout\.samples of at least 2"):
+        Config(rollout=RolloutConfig(choose="signal", samples=1))
+
+
+def test_a_run_whose_groups_are_all_dropped_says_so(tmp_path):
+    run = train(
+        tmp_path,
+        algorithm="grpo",
+        steps=12,
+        rollout={"ahead": 2.0},
+        offpolicy={"max_kl": 1e-30},
+        optim={"lr": 2e-3, "warmup": 0},
+        eval={"every": 0},
+    )
+    assert run.summary["step"] < 12
+    assert "dropped" in run.summary["message"]
+    assert "unequal" not in run.summary["message"]
+    assert "right and wrong" not in run.summary["message"]
+
+
 # ---- which policy is which -------------------------------------------------------------------------------------------
 
 
@@ -307,6 +342,7 @@ def test_what_is_solved_always_or_never_is_sampled_rarely_and_never_not_at_all()
     made.note([group(solved=[True, False] * 4, index=2)], 5)
     assert all(made.takes(place, 2, 0, 5) for place in range(200))
     assert all(made.takes(place, 3, 0, 5) for place in range(200))  # not seen yet
+    assert all(choice(samples=2).takes(place, 3, 0, 5) for place in range(200))  # of two responses neither
 
 
 def test_the_record_fades():

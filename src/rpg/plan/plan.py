@@ -34,6 +34,7 @@ from ..training.setup import (
     about_sampler,
     algorithm_of,
     anchored,
+    check_ahead,
     check_rewards,
     method_of,
     pick_device,
@@ -171,7 +172,10 @@ def plan(
     )
     data = data_of(config)
     passes = [work] * (OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq)
+    check_ahead(config, method, ranks=1)
     warnings = [*warnings_about(method, config), *about_sampler(method, config), *method.remarks(rewards_of(config))]
+    if config.stale:
+        warnings.append("rollout.ahead, offpolicy.reuse: time and memory are planned for the plain loop, without them")
     if held:
         taught = config.reference.model is not None
         passes.append(_of_teacher(work, config, dtype) if taught else work)

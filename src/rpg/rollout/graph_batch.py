@@ -187,8 +187,10 @@ class GraphBatch:
 
     def _take_pages(self, count: int) -> None:
         """For so many more tokens of every live row. Where there are too few, the youngest rows are set back."""
-        pages = self.buffers.pages
-        missing = [pages.missing(self.slot[r], age + count) for r, age in zip(self.live, self.age, strict=True)]
+        pages, most = self.buffers.pages, self.sampling.max_new_tokens  # rows that are older than others end on the way
+        missing = [
+            pages.missing(self.slot[r], min(most, age + count)) for r, age in zip(self.live, self.age, strict=True)
+        ]
         short = sum(missing) - len(pages.free)
         if short > 0:
             going = set()
@@ -198,7 +200,7 @@ class GraphBatch:
                 short -= missing[row] + len(pages.slots.pages[self.slot[self.live[row]]])
                 going.add(row)
             self._set_back(sorted(going))
-        pages.extend(pages.slots, [self.slot[r] for r in self.live], [age + count for age in self.age])
+        pages.extend(pages.slots, [self.slot[r] for r in self.live], [min(most, age + count) for age in self.age])
 
     def _set_back(self, rows: Sequence[int]) -> None:
         """The oldest of these rows go to the host, as far as it has room; the others will begin again."""

@@ -173,22 +173,24 @@ class NativeEngine:
             raise ValueError("responses under way need top_p 1, top_k 0, min_p 0 and a temperature above 0")
         groups = list(groups)
         while True:
-            batch = self._stream(n, sampling, version, longest_prompt)
+            batch: EagerStream | GraphStream | None = None
             try:
                 with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
+                    batch = self._stream(n, sampling, version, longest_prompt)
                     batch.go_on(groups, feed)
                     self.busy = batch.row_steps / max(1, batch.steps * self.slots)
                     return batch.left(keep_cache)
-            except Outgrown:
-                groups = batch.left()
-                longest_prompt = max(len(group.prompt) for group in groups)
-                continue
-            except torch.OutOfMemoryError:
-                if self.slots == 1:
+            except (Outgrown, torch.OutOfMemoryError) as error:
+                groups = groups if batch is None else batch.left()
+                outgrown = isinstance(error, Outgrown)
+                if not outgrown and self.slots == 1:
                     raise
-                groups = batch.left()
+            # outside of the except clause, as in generate; what is too small has to go before there is a larger one
             del batch
-            self._halve(self.slots)
+            if outgrown:
+                longest_prompt = max(len(group.prompt) for group in groups)
+            else:
+                self._halve(self.slots)
 
     def _stream(self, n: int, sampling: Sampling, version: int, longest: int) -> EagerStream | GraphStream:
         if self.decoder is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.merged import merging
 from ..kernels.sample_torch import uniform_table
+from ..kernels.step import DEAD, LENGTH
 from .attention import attending
 from .eager import EagerBatch
 from .engine import Sampling
@@ -47,6 +48,7 @@ class Stream:
         self.version = version
         self.prompts = []
         self.groups: list[Underway] = []
+        self.coming: Sequence[Underway] = ()  # given, and not in the books yet: there may be no memory for them
         self.unfinished: dict[int, int] = {}  # groups that are not over: how many of their responses are not
         self.over: list[int] = []  # groups that are, since they were last asked for
         self.begun: deque[int] = deque()  # requests that have tokens and are to be admitted: before those of the queue
@@ -68,6 +70,7 @@ class Stream:
     def left(self, keep_cache: bool = False) -> list[Underway]:
         """The groups that are not over, as far as they have got; with the keys and values of their tokens, or not."""
         groups = self._read_back([*self.over, *self.unfinished])  # of those that are over after an error
+        groups += self.coming
         if keep_cache:
             self._copy_cache()
             return groups
@@ -80,12 +83,14 @@ class Stream:
     def _add(self, groups: Sequence[Underway]) -> None:
         if not groups:
             return
+        self.coming = groups
         width, first, rows = self.sampling.max_new_tokens, len(self.groups), len(groups) * self.n
         tables = [uniform_table(group.seed, [group.prompt], self.n, width) for group in groups]
         self.uniform = torch.cat([self.uniform, torch.cat(tables).to(self.uniform.device)])
         for name in ("tokens", "logp", "length", "ended"):
             table = getattr(self, name)
             setattr(self, name, torch.cat([table, table.new_zeros(rows, *table.shape[1:])]))
+        self.coming = ()
         self.groups += groups
         self.prompts += [group.prompt for group in groups]
         for i, group in enumerate(groups, first):
@@ -184,6 +189,8 @@ class EagerStream(Stream, EagerBatch):
                 size = self._held(self.begun[0])
                 if requests and (len(requests) + 1) * max(longest, size) > READ_TOKENS:
                     break
+                if requests and bool(self._part(requests[0]).cache) != bool(self._part(self.begun[0]).cache):
+                    break  # some came without theirs: they are computed anew
                 longest = max(longest, size)
                 requests.append(self.begun.popleft())
             if self._part(requests[0]).cache:
@@ -249,8 +256,11 @@ class GraphStream(Stream, GraphBatch):
     def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
         b, rows = self.buffers, {}
         ages = dict(zip(self.live, self.age, strict=True)) | {back.request: back.age for back in self.waiting}
+        for r, length in zip(self.live, b.state_5S[LENGTH, : len(self.live)].tolist(), strict=True):
+            if length == DEAD:  # after an error: it has ended and nobody has looked. Its last token is drawn again
+                ages[r] = int(b.count_S[self.slot[r]]) - 2
         for r in requests:
-            if r in ages:
+            if r in ages and not self._part(r).over:
                 rows[r] = b.tokens_SR[self.slot[r]], b.logp_SR[self.slot[r]], ages[r] + 1
             else:
                 rows[r] = self.tokens[r], self.logp[r], int(self.length[r])

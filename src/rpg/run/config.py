@@ -95,7 +95,7 @@ class RolloutConfig:
     """of keys and values while sampling, native engine: auto: the model's; fp8: 8 bits with a scale for each token and
     head, half the memory and half the reading; old log-probabilities are then recomputed, and samples weighted by
     ρ = old/engine unless loss.mismatch says otherwise"""
-    ahead: NonNegative = 0.0
+    ahead: Annotated[NonNegative, Bound("at most 100", lambda x: x <= 100)] = 0.0
     """how far sampling may run ahead, in batches: so many groups more than a step needs are under way, they go on with
     the new weights, and a step takes those that end first; 0: a step samples its own groups and waits for the last"""
     cache: Literal["recomputed", "kept"] = "recomputed"
@@ -378,6 +378,8 @@ def check(config: Config) -> None:
             raise ValueError("rollout.ahead needs rollout.engine native: vLLM gives whole responses")
         if rollout.top_p < 1 or rollout.top_k or rollout.min_p:
             raise ValueError("rollout.ahead needs rollout.top_p 1, top_k 0 and min_p 0: kept sets are of one policy")
+    if rollout.choose == "signal" and rollout.samples < 2:
+        raise ValueError("rollout.choose=signal needs rollout.samples of at least 2: one alone differs from none")
     if rollout.engine == "vllm" and optim.offload:
         raise ValueError("optim.offload goes with rollout.engine native: vLLM keeps its own weights and cache")
     if rollout.cache_dtype != "auto" and rollout.old_logp == "engine":

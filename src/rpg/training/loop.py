@@ -276,7 +276,8 @@ class Trainer:
     def _outcome(self) -> tuple[str, str]:
         """The run's status, and what there is to say about it."""
         if self._is_starved:
-            why = starvation(MAX_STARVED, UNEQUAL[self.source.signal], self.failure_watch.half_failed)
+            failed, dropped = self.failure_watch.half_failed, self.source.all_dropped
+            why = starvation(MAX_STARVED, UNEQUAL[self.source.signal], failed, dropped)
             return "finished", f"ended after step {self.progress.step}: {why}"
         if self._out_of_time:
             return "finished", f"ended after step {self.progress.step}: its {self.config.minutes:g} minutes are over"

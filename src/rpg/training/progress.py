@@ -152,8 +152,14 @@ def best_of(evals: list[dict[str, Any]]) -> dict[str, Any]:
     return max(evals, key=lambda e: (e["mean"], e["step"]))
 
 
-def starvation(steps: int, unequal: str, failed: str | None) -> str:
+def starvation(steps: int, unequal: str, failed: str | None, dropped: bool = False) -> str:
     """Why a run without a signal ends; ``failed`` is what is wrong with the reward functions, if anything is."""
+    if dropped:
+        return (
+            f"for {steps} steps there was nothing to learn from, and in the last one every group was dropped: the "
+            "policy had left it too far. Try a lower offpolicy.min_ess or a larger max_kl, or less rollout.ahead, "
+            "offpolicy.reuse or optim.lr"
+        )
     why = failed or (
         "If all are solved the task is done; if none are, it is too hard for this model: try easier problems, more "
         "rollout.samples or a higher rollout.temperature"

@@ -307,7 +307,13 @@ def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
     optim, loss = config.optim, method.loss
     # mirror descent's square (k2) is a regression to its target, wherever the samples come from
-    if isinstance(loss.clip, Unweighted) and loss.divergence != "k2" and optim.minibatches * optim.epochs > 1:
+    unweighted = isinstance(loss.clip, Unweighted) and loss.divergence != "k2"
+    if unweighted and config.stale and not loss.needs_sampler:
+        yield (
+            f"{method.name} has no importance weights: its gradient is biased on samples of earlier policies "
+            "(rollout.ahead, offpolicy.reuse), unless they are weighted by old/behaviour: --rollout.old_logp recompute"
+        )
+    elif unweighted and optim.minibatches * optim.epochs > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
             "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"

@@ -25,7 +25,9 @@ class PromptChoice:
     def takes(self, place: int, index: int, level: int, step: int) -> bool:
         """Whether the problem at this place of the stream is sampled now. A problem left out comes again in the next
         pass."""
-        chance = min(1.0, max(FLOOR, self.signal(self._key(index, level), step) / WORTH_ASKING))
+        if (key := self._key(index, level)) not in self.position.record:
+            return True
+        chance = min(1.0, max(FLOOR, self.signal(key, step) / WORTH_ASKING))
         if chance < 1:
             drawn = np.random.Generator(np.random.Philox(stream(self.seed, "choice", place))).random()
             return bool(drawn < chance)

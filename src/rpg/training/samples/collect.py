@@ -328,6 +328,7 @@ class Collector:
             index = i if endless else int(self._shuffled(i // size)[i % size])
             problem = self.task.train[index]
             if self.choice is not None and not self.choice.takes(i, index, problem.level, self.step):
+                long = 0  # it is left out for what came of it: it fits
                 continue
             try:
                 chosen.append((index, problem, encode_prompt(self.sampler.policy, problem, self.config)))

@@ -33,12 +33,14 @@ class SampleSource:
             again = len(task.train) < ENDLESS
             self.collector.choice = PromptChoice(position, config.seed, config.rollout.samples, again)
         self.replay = Replay(config.offpolicy, config.rollout.prompts)
+        self.all_dropped = False  # in the last step
 
     @property
     def signal(self) -> str:
         return self.collector.signal
 
     def collect(self, step: int) -> Experience:
+        self.all_dropped = False
         return self.replay.join(self.collector.collect(step, self.replay.fresh(step)), step)
 
     def judges(self, experience: Experience, step: int) -> bool:
@@ -66,6 +68,7 @@ class SampleSource:
                 gone = [group for group, stay in zip(groups, stays_K.tolist(), strict=True) if not stay]
                 self.replay.served([], gone)
                 experience = replace(experience, groups=stays, dropped=gone)
+                self.all_dropped = not stays
                 if stays:
                     batch, (now_BT,) = without(batch, [now_BT], stays_K)
         if budgeted(self.config.offpolicy):
