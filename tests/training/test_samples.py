@@ -142,16 +142,24 @@ def test_settings_without_effect_are_told():
     assert "no effect" not in " ".join(warnings_about(method_of(stale), stale))
 
 
-def test_a_method_without_weights_is_told_that_stale_samples_bias_it():
-    for settings in ({"rollout": RolloutConfig(ahead=1.0)}, {"offpolicy": OffPolicyConfig(reuse=2)}):
-        for minibatches in (1, 4):
-            config = Config(algorithm="rloo", optim=OptimConfig(minibatches=minibatches), **settings)
-            assert "biased on samples of earlier policies" in " ".join(warnings_about(method_of(config), config))
-            assert "on-policy" not in " ".join(warnings_about(method_of(config), config))
-    weighted = Config(algorithm="rloo", rollout=RolloutConfig(ahead=1.0, old_logp="recompute"))
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "gpg"])
+def test_a_method_without_a_ratio_has_the_weight_of_old_over_behaviour(name):
+    """Its own gradient has none, so what is stale would bias it; the run is told, and told if it is turned off."""
+    for settings in ({"rollout": RolloutConfig(ahead=1.0, min_signal=0.0)}, {"offpolicy": OffPolicyConfig(reuse=2)}):
+        config = Config(algorithm=name, **settings)
+        method = method_of(config)
+        assert method.loss.mismatch == Mismatch()
+        assert OldLogp(config, method.loss, torch.float32).recompute
+        assert "exact weight" in " ".join(about_sampler(method, config))
+        assert "unbiased" in " ".join(warnings_about(method, config))
+        off = replace(config, loss={"mismatch": "none"})
+        assert method_of(off).loss.mismatch is None
+        assert "no weight corrects" in " ".join(about_sampler(method_of(off), off))
+    fresh = Config(algorithm=name)
+    assert method_of(fresh).loss.mismatch is None
+    assert "on-policy" in " ".join(warnings_about(method_of(fresh), fresh))
     with_ratios = Config(algorithm="grpo", rollout=RolloutConfig(ahead=1.0))
-    for config in (weighted, with_ratios):
-        assert "earlier policies" not in " ".join(warnings_about(method_of(config), config))
+    assert not list(about_sampler(method_of(with_ratios), with_ratios))
 
 
 def test_what_cannot_be_meant_is_refused():

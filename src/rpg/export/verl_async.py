@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..integrations.stale import has_ratio
 from ..integrations.truncation import truncated
 from ..loss.methods import Method
 from ..run.config import Config
@@ -42,7 +41,7 @@ def refuse(config: Config, method: Method) -> None:
         )
     if method.loss.needs_sampler:
         return
-    if not has_ratio(method.loss):
+    if not method.loss.has_ratio:
         raise ValueError(
             f"algorithm={method.name} has no ratio that accounts for responses of earlier weights: "
             "give --loss.mismatch exact, or export without --async"

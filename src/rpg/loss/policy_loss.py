@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..console import brief, choose, one_of
-from .clip import KL3, Box, Clip, DualClip, LogBox, Seen, TrustRegion
+from .clip import KL3, Box, Clip, DualClip, LogBox, Seen, TrustRegion, Unweighted
 from .control_variate import control_variate
 from .gates import Gate, Tokens
 from .inputs import Inputs, check_batch, check_shape
@@ -158,6 +158,11 @@ class PolicyLoss:
             raise ValueError(f"entropy_bonus_limit must be at least entropy_bonus, where it starts; got {got}")
         if isinstance(self.clip, TrustRegion) and self.level == "sequence":
             raise ValueError("TrustRegion measures a token's probability, not a response's: give level='token'")
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether π/old is in its gradient; mirror descent (k2) needs none."""
+        return not isinstance(self.clip, Unweighted) or self.divergence == "k2"
 
     @property
     def has_kl(self) -> bool:

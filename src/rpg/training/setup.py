@@ -16,7 +16,6 @@ from ..costs.memory import WAITING_SHARE, Layout
 from ..distributed.context import QUIET, RunContext
 from ..distributed.ranks import NO_GPU, named_device
 from ..loss.advantages import GROUP_KINDS, Advantage
-from ..loss.clip import Unweighted
 from ..loss.gates import BY_NAME as GATES
 from ..loss.methods import Algorithm, Method, algorithm
 from ..loss.mismatch import BY_NAME as MISMATCH
@@ -168,31 +167,33 @@ def method_of(config: Config) -> Method:
 
 def corrected(chosen: Algorithm, config: Config) -> Algorithm:
     """What a rounded cache draws is another policy's, the engine's μ: old, recomputed, is the whole model's. So it is
-    where samples are of earlier policies and old is recomputed.
+    where samples are of earlier policies, and old is recomputed or the loss has no ratio to it.
 
     So each sample's loss has the exact weight ρ = old/μ, at the loss's level, and the expected gradient is exact
     again. ``loss.mismatch`` decides otherwise where it is given (none: leave it off), and so does a method
     that has a rule. A KL reward-to-go looks beyond its token: there the weight is the response's.
     """
-    if not sampler_of(config) or "mismatch" in config.loss or chosen.loss.mismatch is not None:
+    if not sampler_of(config, chosen.loss) or "mismatch" in config.loss or chosen.loss.mismatch is not None:
         return chosen
     exact = Mismatch("sequence" if chosen.loss.kl_to_go else None)
     return replace(chosen, loss=chosen.loss.replace(mismatch=exact))
 
 
-def sampler_of(config: Config) -> str:
+def sampler_of(config: Config, loss: PolicyLoss) -> str:
     """Of which policy samples are, where old is always recomputed and is another one; else empty."""
     rollout = config.rollout
     if rollout.cache_dtype != "auto":
         return f"rollout.cache_dtype {rollout.cache_dtype}: samples are of the policy with a rounded cache"
     if config.stale and rollout.old_logp == "recompute":
         return "rollout.old_logp recompute: samples are of earlier policies than old"
+    if config.stale and not loss.has_ratio:
+        return "no ratio to old is in the loss, and samples are of earlier policies"
     return ""
 
 
 def about_sampler(method: Method, config: Config) -> Iterator[str]:
     """What is done about samples of another policy than old, where the run did not say it."""
-    rule, drawn = method.loss.mismatch, sampler_of(config)
+    rule, drawn = method.loss.mismatch, sampler_of(config, method.loss)
     if not drawn:
         return
     if rule is None or not method.loss.needs_sampler:
@@ -306,17 +307,11 @@ def check_ahead(config: Config, method: Method, ranks: int) -> None:
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
     optim, loss = config.optim, method.loss
-    # mirror descent's square (k2) is a regression to its target, wherever the samples come from
-    unweighted = isinstance(loss.clip, Unweighted) and loss.divergence != "k2"
-    if unweighted and config.stale and not loss.needs_sampler:
+    steps = optim.minibatches * optim.epochs
+    if not loss.has_ratio and steps > 1:
         yield (
-            f"{method.name} has no importance weights: its gradient is biased on samples of earlier policies "
-            "(rollout.ahead, offpolicy.reuse), unless they are weighted by old/behaviour: --rollout.old_logp recompute"
-        )
-    elif unweighted and optim.minibatches * optim.epochs > 1:
-        yield (
-            f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
-            "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
+            f"{method.name} has no importance weights: only the first of {steps} optimiser steps on a batch is "
+            f"{'unbiased' if config.stale else 'on-policy'} (optim.minibatches=1 optim.epochs=1 keeps to it)"
         )
     if method.advantage.beta > 0 and method.anchor == "old":
         yield f"{method.name}: the KL in the reward is 0, as reference.update=old is the sampling policy itself"

@@ -17,7 +17,6 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from ...loss.clip import Adaptive
 from ...loss.methods import Algorithm, Method
 from ...loss.methods import algorithm as preset
-from ..stale import has_ratio
 from .config import DEFAULT
 
 logger = get_logger(__name__)
@@ -93,7 +92,7 @@ def refuse(method: Method) -> None:
         "its baseline is the reward of a greedy response": method.needs_greedy,
         "it has a KL in the reward": method.advantage.beta > 0,
         'no reference is held: rpg.algorithm(…, reference="old") anchors the KL at the sampler': method.anchor != "old",
-        "responses come from earlier weights, and it has no ratio that accounts for them": not has_ratio(loss),
+        "responses come from earlier weights, and it has no ratio that accounts for them": not loss.has_ratio,
         "old is the sampler's, so that a mismatch rule has nothing to compare": loss.needs_sampler,
         "it is fitted to the whole optimiser step": isinstance(loss.clip, Adaptive) or loss.control_variate,
         "its advantage is one for each token": method.advantage.per_token,

@@ -13,7 +13,6 @@ from ...loss.mismatch import BY_NAME as MISMATCH
 from ...loss.mismatch import Mismatch
 from ...loss.policy_loss import PolicyLoss
 from ...loss.registry import ANCHORS, LONGEST
-from ..stale import has_ratio
 from ..truncation import truncated, truncation_note
 from .config import RPGConfig
 
@@ -143,7 +142,7 @@ def messages(method: Method, args: RPGConfig, by: str | None = None, has_sampler
             "log-probabilities are not the trainer's"
         )
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    if not has_ratio(method.loss) and steps > 1:
+    if not method.loss.has_ratio and steps > 1:
         yield (
             f"{method.name} has no importance weights: only the first of {steps:g} optimiser steps on a generation is "
             "on-policy (num_iterations=1 and steps_per_generation=gradient_accumulation_steps keep to it)"

@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from ...console import choose
-from ..stale import has_ratio
 from ..truncation import truncated, truncation_note
 from . import reference
 from .losses import GIVEN, TWICE, check_actor
@@ -112,7 +111,7 @@ def _check_stale(chosen: Settings, config: Any) -> None:
     if chosen.needs_sampler or correction.get("rollout_is", None):
         return
     exact = f"+{OPTIONS}.mismatch=exact"
-    if not has_ratio(chosen.method.loss):
+    if not chosen.method.loss.has_ratio:
         raise ValueError(
             f"{cause}: responses come from earlier weights, and {chosen.name} has no ratio that accounts for it: "
             f"set algorithm.rollout_correction.bypass_mode=False {exact}"
