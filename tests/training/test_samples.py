@@ -327,6 +327,9 @@ def test_a_reuse_is_in_the_metrics_and_costs_no_sampling(tmp_path):
 # ---- prompts worth sampling ------------------------------------------------------------------------------------------
 
 
+PROBLEM = Problem("1+1", "2")
+
+
 def choice(samples=8, again=True):
     return PromptChoice(SamplingPosition(), 0, samples, again)
 
@@ -345,12 +348,12 @@ def test_what_is_solved_always_or_never_is_sampled_rarely_and_never_not_at_all()
         index = int(solved)
         for step in range(1, 6):
             made.note([group(solved=[solved] * 8, index=index)], step)
-        taken = sum(made.takes(place, index, 0, 5) for place in range(4000)) / 4000
+        taken = sum(made.takes(place, index, PROBLEM, 5) for place in range(4000)) / 4000
         assert FLOOR - 0.02 < taken < 0.35
     made.note([group(solved=[True, False] * 4, index=2)], 5)
-    assert all(made.takes(place, 2, 0, 5) for place in range(200))
-    assert all(made.takes(place, 3, 0, 5) for place in range(200))  # not seen yet
-    assert all(choice(samples=2).takes(place, 3, 0, 5) for place in range(200))  # of two responses neither
+    assert all(made.takes(place, 2, PROBLEM, 5) for place in range(200))
+    assert all(made.takes(place, 3, PROBLEM, 5) for place in range(200))  # not seen yet
+    assert all(choice(samples=2).takes(place, 3, PROBLEM, 5) for place in range(200))  # of two responses neither
 
 
 def test_the_record_fades():

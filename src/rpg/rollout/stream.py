@@ -335,7 +335,7 @@ class GraphStream(Stream, GraphBatch):
         self._part(request).cache = []
         self.slot[request] = -1
         self.free.append(slot)
-        self.begun.append(request)
+        self.begun.appendleft(request)  # its prompt's pages stay, so nobody else may be waited for before it
 
     def _copy_cache(self) -> None:
         b, pages = self.buffers, self.buffers.pages

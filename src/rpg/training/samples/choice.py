@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...run.seeds import stream
+from ...tasks import Problem
 from ..progress import SamplingPosition
 from .collect import Group
 
@@ -22,10 +23,10 @@ class PromptChoice:
     def __init__(self, position: SamplingPosition, seed: int, samples: int, again: bool):
         self.position, self.seed, self.samples, self.again = position, seed, samples, again
 
-    def takes(self, place: int, index: int, level: int, step: int) -> bool:
+    def takes(self, place: int, index: int, problem: Problem, step: int) -> bool:
         """Whether the problem at this place of the stream is sampled now. A problem left out comes again in the next
         pass."""
-        if (key := self._key(index, level)) not in self.position.record:
+        if (key := self._key(index, problem)) not in self.position.record:
             return True
         chance = min(1.0, max(FLOOR, self.signal(key, step) / WORTH_ASKING))
         if chance < 1:
@@ -43,13 +44,13 @@ class PromptChoice:
 
     def note(self, groups: Iterable[Group], step: int) -> None:
         for group in groups:
-            key = self._key(group.index, group.problem.level)
+            key = self._key(group.index, group.problem)
             solved, wrong = self._seen(key, step)
             right = sum(response.solved for response in group.responses)
             self.position.record[key] = [solved + right, wrong + len(group.responses) - right, step]
 
-    def _key(self, index: int, level: int) -> str:
-        return str(index) if self.again else f"level {level}"
+    def _key(self, index: int, problem: Problem) -> str:
+        return str(index) if self.again else f"{problem.source} level {problem.level}".strip()
 
     def _seen(self, key: str, step: int) -> tuple[float, float]:
         solved, wrong, when = self.position.record.get(key, (0.0, 0.0, step))

@@ -238,7 +238,7 @@ def scored(rollouts: Sequence[Rollout], texts: Sequence[str], scores: Scores) ->
 class Choice(Protocol):
     """Which problems are sampled: see choice.py."""
 
-    def takes(self, place: int, index: int, level: int, step: int) -> bool: ...
+    def takes(self, place: int, index: int, problem: Problem, step: int) -> bool: ...
 
     def note(self, groups: Sequence[Group], step: int) -> None: ...
 
@@ -327,7 +327,7 @@ class Collector:
             self.position.problem += 1
             index = i if endless else int(self._shuffled(i // size)[i % size])
             problem = self.task.train[index]
-            if self.choice is not None and not self.choice.takes(i, index, problem.level, self.step):
+            if self.choice is not None and not self.choice.takes(i, index, problem, self.step):
                 long = 0  # it is left out for what came of it: it fits
                 continue
             try:

@@ -72,8 +72,10 @@ class SampleSource:
                 if stays:
                     batch, (now_BT,) = without(batch, [now_BT], stays_K)
         if budgeted(self.config.offpolicy):
+            more["worth/dropped"] = float(dropped)
+        if budgeted(self.config.offpolicy) and self.config.rollout.ahead:
             keep_pace(self.position, dropped, len(experience.groups) + dropped)
-            more |= {"worth/dropped": float(dropped), "worth/pace": self.position.pace}
+            more["worth/pace"] = self.position.pace
         return replace(experience, more=experience.more | more), batch, now_BT
 
     def _ages(self, experience: Experience, step: int) -> dict[str, float]:
