@@ -18,7 +18,7 @@ from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.progress import SamplingPosition
 from rpg.training.samples.collect import Collector, Experience, Group, Response, signal_of
-from rpg.training.setup import rewards_of, warnings_about
+from rpg.training.setup import method_of, rewards_of, warnings_about
 from rpg.training.update import Updater
 
 
@@ -211,6 +211,14 @@ def test_what_is_allowed_but_seldom_meant_is_said():
     assert "importance weights" in next(warnings_about(rpg.algorithm("remax").resolve(), config))
     once = replace(config, optim=replace(config.optim, minibatches=1))
     assert list(warnings_about(rpg.algorithm("remax").resolve(), once)) == []
+    stale = replace(once, offpolicy=replace(config.offpolicy, reuse=2), algorithm="reinforce")
+    assert "the gradient is biased (--rollout.old_logp recompute" in next(warnings_about(method_of(stale), stale))
+    weighed = replace(stale, rollout=replace(config.rollout, old_logp="recompute"))
+    assert list(warnings_about(method_of(weighed), weighed)) == []
+    often = replace(weighed, optim=config.optim)
+    assert "only the first of 4 optimiser steps on a batch is unbiased" in next(warnings_about(method_of(often), often))
+    left_off = replace(weighed, loss={"mismatch": "none"})
+    assert "the gradient is biased" in next(warnings_about(method_of(left_off), left_off))
     frozen = replace(config, reference=replace(config.reference, update="frozen"))
     assert "no KL term" in next(warnings_about(rpg.algorithm("dapo").resolve(), frozen))
     assert list(warnings_about(rpg.algorithm("grpo").resolve(), frozen)) == []

@@ -307,11 +307,18 @@ def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
     optim, loss = config.optim, method.loss
     # mirror descent's square (k2) is a regression to its target, wherever the samples come from
-    if isinstance(loss.clip, Unweighted) and loss.divergence != "k2" and optim.minibatches * optim.epochs > 1:
-        yield (
-            f"{method.name} has no importance weights: only the first of {optim.minibatches * optim.epochs} optimiser "
-            "steps on a batch is on-policy (optim.minibatches=1 optim.epochs=1 keeps to it)"
-        )
+    if isinstance(loss.clip, Unweighted) and loss.divergence != "k2":
+        steps = optim.minibatches * optim.epochs
+        if config.stale and not (sampler_of(config) and loss.needs_sampler):
+            yield (
+                f"{method.name} has no importance weights, and samples of earlier policies need them: the gradient is "
+                "biased (--rollout.old_logp recompute gives each sample the weight old/engine)"
+            )
+        elif steps > 1:
+            yield (
+                f"{method.name} has no importance weights: only the first of {steps} optimiser steps on a batch is "
+                f"{'unbiased' if config.stale else 'on-policy'} (optim.minibatches=1 optim.epochs=1 keeps to it)"
+            )
     if method.advantage.beta > 0 and method.anchor == "old":
         yield f"{method.name}: the KL in the reward is 0, as reference.update=old is the sampling policy itself"
     if config.reference.model is not None and not method.has_kl:
