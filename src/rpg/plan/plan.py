@@ -34,6 +34,7 @@ from ..training.setup import (
     about_sampler,
     algorithm_of,
     anchored,
+    check_ahead,
     check_rewards,
     method_of,
     pick_device,
@@ -149,6 +150,7 @@ def plan(
     config = settled(config)
     method = method_of(config)
     check_rewards(config)
+    check_ahead(config, method, ranks=1)
     chosen, dtype = _device(config, device)
     model = shell(config.model, dtype, config.model_options, config.peft.method, json.dumps(config.peft.options))
     rollout, held = config.rollout, method.anchor != "old"
@@ -321,11 +323,12 @@ def _seconds(
     """``passes``: without gradients, over all responses."""
     rollout = config.rollout
     mean = max(1.0, share * rollout.max_new_tokens)
+    new = max(1.0, rollout.prompts / config.offpolicy.reuse)  # groups that a step samples: the others serve again
     trained = StepSizes(rollout.prompts, rollout.samples, prompt, mean, rollout.max_new_tokens)
     tested = StepSizes(problems, config.eval.k, prompt, mean, rollout.max_new_tokens)
     epochs = config.optim.epochs
     return Seconds(
-        rollout=rollout_seconds(work, device, replace(trained, groups=more * rollout.prompts)),
+        rollout=rollout_seconds(work, device, replace(trained, groups=more * new)),
         logp=sum(train_seconds(each, device, trained, forward=True) for each in passes),
         train=epochs * train_seconds(work, device, trained, config.optim.minibatches),
         evaluation=rollout_seconds(work, device, tested),
