@@ -77,6 +77,7 @@ def test_it_is_evaluated_as_rpg_eval_does(run, command):
     assert (one.task, one.k, one.problems) == ("arithmetic", 2, 4)
     assert one.mean.low <= one.mean.mean <= one.mean.high
     assert list(one.passed) == [1, 2]
+    assert re.fullmatch(r"Evaluation\(arithmetic, 4 problems: mean@2 .*% \[.*\], pass@2 .*% \[.*\]\)", repr(one))
     assert rpg.evaluate(run.folder, k=2, problems=4) == rpg.evaluate(str(run.folder), k=2, problems=4) == found
     printed = json.loads(command("eval", run.folder, "--k", "2", "--problems", "4", "--device", "cpu", "--json").out)
     assert printed == one.metrics() | {"model": str(run.checkpoint() / "model")}

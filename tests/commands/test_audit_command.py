@@ -99,3 +99,26 @@ def test_the_hint_at_a_clip_does_not_repeat_a_flag_that_was_given(audit, tmp_pat
     hint = "(a clip?): --drift 0.05 keeps ratios inside ±20 %"
     assert hint in audit(f"{tmp_path}/my.py:loss", "--seeds", 1)[2]
     assert "(a clip?): yet --drift 0.05 keeps" in audit(f"{tmp_path}/my.py:loss", "--seeds", 1, "--drift", 0.05)[2]
+
+
+def test_a_beta_of_its_own_and_no_kl_at_all_are_told_how_to_be_audited(audit, tmp_path):
+    (tmp_path / "my.py").write_text(
+        "def least(logp, old_logp, advantages, mask, ref_logp):\n"
+        "    ratio = (logp - old_logp).exp()\n"
+        "    return -(ratio * advantages[:, None] * mask).sum()\n"
+        "def loss(logp, old_logp, advantages, mask, ref_logp):\n"
+        "    ratio = (logp - old_logp).exp()\n"
+        "    kl = ratio * (logp - ref_logp)\n"
+        "    return least(logp, old_logp, advantages, mask, ref_logp) + 0.04 * (kl * mask).sum()\n"
+        "number = 1\n"
+    )
+    _, out, _ = audit(f"{tmp_path}/my.py:loss", "--divergence", "rkl", "--seeds", 1)
+    assert "the KL counts 0.4 times\nA loss with a β of its own has to be audited with it: --beta\n" in out
+    _, out, _ = audit(f"{tmp_path}/my.py:loss", "--divergence", "rkl", "--seeds", 1, "--beta", 0.04)
+    assert "in all six settings" in out
+    assert "--beta" not in out
+    _, out, _ = audit(f"{tmp_path}/my.py:least", "--seeds", 1)
+    assert "or left out?)\nA loss that has no KL term on purpose: --divergence none\n" in out
+    assert audit("grpo", "--seeds", 1)[1].count("--divergence") == 0
+    _, _, err = audit(f"{tmp_path}/my.py:los")
+    assert err.endswith("Did you mean 'loss'? Known: least, loss\n")

@@ -426,6 +426,7 @@ def test_one_algorithm_shows_formula_paper_and_options_that_work(name):
     assert " ".join(a.formula.split()) in " ".join(out.split())
     assert a.paper in out
     options = json.loads(inside("algorithms", name, "--json")[1])["options"]
+    assert options["mismatch"] is None
     assert all(re.search(rf"^  {key} ", out, re.MULTILINE) for key in options)
     assert rpg.algorithm(name, **options | {"advantage": rpg.Advantage(**options["advantage"])}) == a
 

@@ -312,6 +312,12 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         assert f"{flag}: must be a whole number, at least 1; got {value} (" in capsys.readouterr().err
 
 
+def test_the_asynchronous_trainer_of_trl_is_not_exported_and_said_where(tmp_path, capsys):
+    path = str(RECIPES["builtin/dr-grpo.yaml"])
+    assert main(["export", "trl", path, "-o", str(tmp_path / "out"), "--async"]) == 2
+    assert capsys.readouterr().err.startswith("rpg export: --async is for verl; TRL's asynchronous trainer takes a")
+
+
 def test_a_runs_folder_is_no_recipe_but_has_one(tmp_path, capsys):
     """The command that is meant is said, and does it."""
     run = tmp_path / "my run"

@@ -349,6 +349,12 @@ def test_unknown_algorithm():
     assert "Did you mean 'grpo'?" in text
 
 
+def test_a_mismatch_rule_by_its_name_in_settings():
+    for name, rule in (("exact", "Mismatch"), ("mis", "MIS"), ("none", "TIS")):
+        with pytest.raises(TypeError, match=rf"such as rpg\.mismatch\.{rule}\(\) or None; got '{name}'"):
+            rpg.algorithm("dapo", mismatch=name)
+
+
 def test_what_a_loss_needs_is_said_by_its_argument():
     refuse("this loss needs ref_logp=: log-probabilities anchor, first model", rpg.algorithm("grpo").loss)
     refuse("this loss needs keep=: rpg.clip.curvature_keep", rpg.algorithm("capo").loss)

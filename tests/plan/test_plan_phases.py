@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rpg.plan.plan import plan
-from rpg.run.config import Config, OffPolicyConfig, RolloutConfig
+from rpg.run.config import Config, RolloutConfig
 from rpg.run.settings import build
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +35,3 @@ def test_a_cache_in_8_bits_on_a_device_that_has_none():
     for device, has in (("h200", True), ("l40s", True), ("a100", False), ("cpu", False)):
         text = "rollout.cache_dtype fp8 needs a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
         assert (text in plan(config, device).objections) != has
-
-
-def test_a_plan_of_sampling_that_runs_ahead_is_of_the_plain_loop_and_says_so():
-    told = "planned for the plain loop"
-    for settings in ({"rollout": RolloutConfig(ahead=1.0)}, {"offpolicy": OffPolicyConfig(reuse=2)}):
-        assert any(told in text for text in plan(Config(**settings), "h200").warnings)
-    assert not any(told in text for text in plan(Config(), "h200").warnings)
-    with pytest.raises(ValueError, match=r"rollout\.ahead must be 0 with remax"):
-        plan(Config(algorithm="remax", rollout=RolloutConfig(ahead=1.0)), "h200")

@@ -18,7 +18,7 @@ from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.progress import SamplingPosition
 from rpg.training.samples.collect import Collector, Experience, Group, Response, signal_of
-from rpg.training.setup import rewards_of, warnings_about
+from rpg.training.setup import method_of, rewards_of, warnings_about
 from rpg.training.update import Updater
 
 
@@ -211,6 +211,8 @@ def test_what_is_allowed_but_seldom_meant_is_said():
     assert "importance weights" in next(warnings_about(rpg.algorithm("remax").resolve(), config))
     once = replace(config, optim=replace(config.optim, minibatches=1))
     assert list(warnings_about(rpg.algorithm("remax").resolve(), once)) == []
+    stale = replace(config, offpolicy=replace(config.offpolicy, reuse=2), algorithm="reinforce")
+    assert "only the first of 4 optimiser steps on a batch is unbiased" in next(warnings_about(method_of(stale), stale))
     frozen = replace(config, reference=replace(config.reference, update="frozen"))
     assert "no KL term" in next(warnings_about(rpg.algorithm("dapo").resolve(), frozen))
     assert list(warnings_about(rpg.algorithm("grpo").resolve(), frozen)) == []

@@ -142,9 +142,8 @@ def load(path: str) -> Any:
     except (ImportError, OSError) as error:
         raise ValueError(f"cannot import {module_name!r}: {error}") from None
     if not hasattr(module, attribute):
-        raise ValueError(
-            choose(f"name in {module_name}", attribute, [n for n in vars(module) if not n.startswith("_")])
-        )
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ValueError(choose(f"name in {module_name}", attribute, names))
     return getattr(module, attribute)
 
 

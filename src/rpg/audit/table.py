@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import escape
@@ -15,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import percent_two_digits, printed, tag, two_digits
+from .names import NO_KL
 from .problem import FEEDS, SCENARIOS
 from .summary import (
     EXACT,
     LENGTHS,
+    LIBRARIES,
     REF_IS_OLD,
     RIGHT_WHERE,
     SHORT,
@@ -254,6 +257,11 @@ def _names(report: AuditReport, to: Console) -> None:
         for title, lines in libraries if len(report.lines) > 1 else ():
             heading = f"{title}: " if len(report.libraries) > 1 else ""
             to.print(Padding(Text(heading + joined_labels(lines)), (0, 0, 0, 4)))
+    yours = [words for words, libraries in found if any(title == LIBRARIES["user"] for title, _ in libraries)]
+    if any(re.match(r"the KL counts \d", words) for words in yours):
+        to.print("A loss with a β of its own has to be audited with it: --beta")
+    if NO_KL in yours:
+        to.print("A loss that has no KL term on purpose: --divergence none")
 
 
 def _table(report: AuditReport, columns: list[AuditColumn]) -> Table:

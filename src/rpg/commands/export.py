@@ -73,6 +73,8 @@ def add_export(commands: Any) -> None:
             add("--rollout-nodes", type=_count, metavar="N", help="with --async: their nodes (default: as --nodes)")
             add("--staleness", type=float, metavar="SHARE", help=STALENESS)
             add("--settings-only", action="store_true", help="run.sh alone, to read: no problems are loaded")
+        else:
+            add("--async", dest="apart", action="store_true", help=argparse.SUPPRESS)  # to say where it is
         add("--trust", action="store_true", help=TRUST)
         add_flags(engine, Config)
         engine.set_defaults(run=functools.partial(_export, write=write))
@@ -88,6 +90,8 @@ def _export(args: argparse.Namespace, write: Any) -> int:
     from ..run.auto import refuse_ruin, settled
     from ..run.checkpoint import CheckpointError
 
+    if args.apart and args.engine == "trl":
+        raise Mistake("--async is for verl; TRL's asynchronous trainer takes a script: docs/trl.md#asynchronous")
     if args.recipe.is_dir():
         raise Mistake(_no_recipe(args.recipe, args.engine))
     folder = args.folder or _free(Path("export") / f"{args.recipe.stem}-{args.engine}")

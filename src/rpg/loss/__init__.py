@@ -10,5 +10,6 @@ OTHER_NAMES = {
     "reduction": "loss_agg_mode",
     "divergence": "kl_loss_type",
     "entropy_bonus": "entropy_coeff entropy_coef ent_coef",
+    "mismatch": "vllm_importance_sampling_correction rollout_is rollout_correction use_tis",
     "advantage": "scale_rewards norm_adv_by_std_in_grpo",
 }

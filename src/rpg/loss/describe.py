@@ -46,6 +46,7 @@ def _options(a: Algorithm) -> dict[str, Any]:
     of_rules = {k: v for rule in (a.loss.gate, a.loss.clip) if rule is not None for k, v in _fields_of(rule).items()}
     around = ("reference", "dynamic_sampling", "min_signal", "overlong_penalty", "curvature_gate")
     advantage = {f.name: getattr(a.advantage, f.name) for f in fields(a.advantage)}
+    of_rules["mismatch"] = a.loss.mismatch  # None in every preset
     return of_loss | of_rules | {"advantage": advantage} | {name: getattr(a, name) for name in around}
 
 

@@ -16,7 +16,7 @@ from .control_variate import control_variate
 from .gates import Gate, Tokens
 from .inputs import Inputs, check_batch, check_shape
 from .metrics import LossOutput, measure
-from .mismatch import Mismatch, SequenceMask
+from .mismatch import BY_NAME, Mismatch, SequenceMask
 from .objective import DIVERGENCES, LEVELS, Ratios, at_level, bounded, kl_to_go_weight
 from .terms import Terms
 
@@ -98,7 +98,8 @@ class PolicyLoss:
         if self.clip is not None and not isinstance(self.clip, Clip):
             raise TypeError(f"clip must be a rule such as rpg.clip.RPGClip() or None; got {self.clip!r}")
         if self.mismatch is not None and not isinstance(self.mismatch, Mismatch):
-            raise TypeError(f"mismatch must be a rule such as rpg.mismatch.TIS() or None; got {self.mismatch!r}")
+            rule = type(BY_NAME.get(str(self.mismatch), BY_NAME["tis"])).__name__  # of the name that settings give it
+            raise TypeError(f"mismatch must be a rule such as rpg.mismatch.{rule}() or None; got {self.mismatch!r}")
         if (self.reduction == "constant") != (self.constant is not None):
             raise ValueError("constant (tokens per sequence, e.g. the longest response) goes with reduction='constant'")
         if self.constant is not None and not self.constant > 0:

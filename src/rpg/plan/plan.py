@@ -150,6 +150,7 @@ def plan(
     config = settled(config)
     method = method_of(config)
     check_rewards(config)
+    check_ahead(config, method, ranks=1)
     chosen, dtype = _device(config, device)
     model = shell(config.model, dtype, config.model_options, config.peft.method, json.dumps(config.peft.options))
     rollout, held = config.rollout, method.anchor != "old"
@@ -172,10 +173,7 @@ def plan(
     )
     data = data_of(config)
     passes = [work] * (OldLogp(config, method.loss, dtype).always + method.advantage.needs_score_sq)
-    check_ahead(config, method, ranks=1)
     warnings = [*warnings_about(method, config), *about_sampler(method, config), *method.remarks(rewards_of(config))]
-    if config.stale:
-        warnings.append("rollout.ahead, offpolicy.reuse: time and memory are planned for the plain loop, without them")
     if held:
         taught = config.reference.model is not None
         passes.append(_of_teacher(work, config, dtype) if taught else work)
@@ -325,11 +323,12 @@ def _seconds(
     """``passes``: without gradients, over all responses."""
     rollout = config.rollout
     mean = max(1.0, share * rollout.max_new_tokens)
+    new = max(1.0, rollout.prompts / config.offpolicy.reuse)  # groups that a step samples: the others serve again
     trained = StepSizes(rollout.prompts, rollout.samples, prompt, mean, rollout.max_new_tokens)
     tested = StepSizes(problems, config.eval.k, prompt, mean, rollout.max_new_tokens)
     epochs = config.optim.epochs
     return Seconds(
-        rollout=rollout_seconds(work, device, replace(trained, groups=more * rollout.prompts)),
+        rollout=rollout_seconds(work, device, replace(trained, groups=more * new)),
         logp=sum(train_seconds(each, device, trained, forward=True) for each in passes),
         train=epochs * train_seconds(work, device, trained, config.optim.minibatches),
         evaluation=rollout_seconds(work, device, tested),

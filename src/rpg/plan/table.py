@@ -194,6 +194,11 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     )
     if not plan.fits:
         yield f"Times are as if it fitted, with {IF_IT_FITTED} responses at a time."
+    if plan.config.rollout.ahead:
+        yield (
+            f"rollout.ahead {plan.config.rollout.ahead:g} is not counted: times are those of steps that wait for their "
+            "last response."
+        )
     yield f"Device: {plan.device.source}."
 
 

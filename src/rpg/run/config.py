@@ -268,7 +268,8 @@ OTHER_NAMES = {
     "rollout.max_new_tokens": "max_tokens max_length max_completion_length max_response_length generate_max_len",
     "rollout.max_prompt_tokens": "max_prompt_length max_prompt_len prompt_max_len",
     "rollout.engine": "use_vllm vllm_mode backend",
-    "rollout.ahead": "async_rollout max_staleness staleness_threshold max_async_level async_steps max_off_policy_steps",
+    "rollout.ahead": "async async_rollout async_training staleness max_staleness staleness_threshold max_async_level "
+    "async_steps max_off_policy_steps",
     "rollout.cache": "partial_rollout",
     "offpolicy.reuse": "replay_buffer_size replay num_reuse",
     "offpolicy.max_age": "max_head_offpolicyness max_lag",

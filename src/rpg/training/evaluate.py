@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..models.policy import Policy
@@ -48,7 +48,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     task: str
     problems: int
@@ -61,7 +61,12 @@ class Evaluation:
     failures: dict[str, int]
     messages: list[str]  # of those failures, one line each
     calls: dict[str, Calls]  # of the reward functions, by name
-    samples: list[dict[str, Any]] = field(repr=False)  # rows of samples.jsonl
+    samples: list[dict[str, Any]]  # rows of samples.jsonl
+
+    def __repr__(self) -> str:
+        values = {f"mean@{self.k}": self.mean} | {f"pass@{self.k}": self.passed[max(self.passed)]}
+        texts = (f"{name} {x.mean:.1%} [{x.low:.1%}, {x.high:.1%}]" for name, x in values.items())
+        return f"Evaluation({self.task}, {self.problems} problems: {', '.join(texts)})"
 
     def metrics(self) -> dict[str, float]:
         at = f"eval/{self.task}"
