@@ -364,13 +364,17 @@ def test_the_record_fades():
     assert later == pytest.approx(made.signal("unseen", 1), rel=0.1)
 
 
-def test_problems_that_never_come_again_are_known_by_their_level():
+def test_problems_that_never_come_again_are_known_by_the_signal_of_their_level():
     made = choice(again=False)
     easy = Group(Problem("1", "1", level=1), [3], group(solved=[True] * 8).responses, index=0)
     for step in range(1, 6):
         made.note([easy], step)
     assert set(made.position.record) == {"level 1"}
     assert made.signal("level 1", 5) < made.signal("level 2", 5)
+    mixed = replace(easy, responses=group(solved=[True, False] * 4).responses, problem=replace(easy.problem, level=3))
+    for step in range(1, 5):
+        made.note([mixed, replace(easy, problem=mixed.problem)], step)
+    assert made.signal("level 3", 4) == pytest.approx(0.5)  # of half of its groups, whatever the solve rate
 
 
 def test_prompts_are_chosen_and_the_record_is_in_the_checkpoint(tmp_path):

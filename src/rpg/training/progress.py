@@ -30,7 +30,7 @@ class SamplingPosition:
     failures: dict[str, int] = field(default_factory=dict)  # of reward calls in the whole run, evaluations included
     number: int = 0  # of the next group
     pace: float = 1.0  # of rollout.ahead, how much may be: less where too much is dropped
-    record: dict[str, list[float]] = field(default_factory=dict)  # of a problem: solved, not solved, and the step
+    record: dict[str, list[float]] = field(default_factory=dict)  # of a problem or level: see samples/choice.py
 
     def count_failures(self, failures: Mapping[str, int]) -> None:
         for name, number in failures.items():
