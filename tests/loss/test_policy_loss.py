@@ -469,3 +469,23 @@ def test_the_cap_of_the_kl_terms_ratio_holds_without_a_clip_too():
     (gradient,) = torch.autograd.grad(loss(logp, old, a, mask).loss, logp)
     w = (logp - old).detach().exp()
     torch.testing.assert_close(gradient, -(w * 0.5 - 0.1 * (w.clamp(max=2.0) - 1)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "divergence", "has"),
+    [
+        (clip.Unweighted(), "none", False),
+        (clip.Unweighted(), "k3", False),
+        (clip.Unweighted(), "k2", True),  # mirror descent's square: its target is old
+        (clip.Box(), "k2", True),
+        (None, "none", True),
+    ],
+)
+def test_a_loss_that_has_a_ratio_has_another_gradient_for_another_old(rule, divergence, has):
+    loss = PolicyLoss(divergence, 0.1 if divergence != "none" else 0.0, "reinforce", clip=rule)
+    assert loss.has_ratio == has
+    logp = torch.tensor([[-1.0, -1.2, -0.7]], dtype=torch.float64, requires_grad=True)
+    mask, a, ref = torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.5], dtype=torch.float64), logp.detach() - 0.3
+    given = None if divergence == "k2" else ref
+    found = [torch.autograd.grad(loss(logp, logp.detach() - d, a, mask, given).loss, logp)[0] for d in (0.0, 0.1)]
+    assert torch.equal(*found) != has
