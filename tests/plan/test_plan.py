@@ -23,7 +23,6 @@ from rpg.run.config import (
     CheckpointConfig,
     Config,
     EvalConfig,
-    OffPolicyConfig,
     OptimConfig,
     PeftConfig,
     ReferenceConfig,
@@ -492,19 +491,3 @@ def test_an_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^output: cannot write into"):
         plan(replace(QWEN, output=str(tmp_path / "file")), "h200")
-
-
-def test_sampling_that_runs_ahead_is_refused_where_the_run_would_refuse_it():
-    ahead = {"rollout": RolloutConfig(ahead=1.0)}
-    for name, text in (("remax", "needs a greedy response"), ("gpg", "--rollout.min_signal 0")):
-        with pytest.raises(ValueError, match=text):
-            plan(Config(algorithm=name, **ahead), "h200")
-
-
-def test_groups_that_serve_again_are_not_sampled_and_what_is_not_counted_is_said(capsys):
-    once = plan(Config(rollout=RolloutConfig(prompts=512)), "h200")
-    again = plan(Config(rollout=RolloutConfig(prompts=512), offpolicy=OffPolicyConfig(reuse=4)), "h200")
-    assert again.middle.seconds.rollout < 0.6 * once.middle.seconds.rollout
-    assert again.middle.seconds.train == once.middle.seconds.train
-    show(plan(Config(rollout=RolloutConfig(ahead=1.0)), "h200"))
-    assert "rollout.ahead 1 is not counted" in " ".join(capsys.readouterr().out.split())
