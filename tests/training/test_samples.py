@@ -307,6 +307,11 @@ def test_what_is_too_old_or_was_dropped_is_gone():
     assert [g.number for g in replay.groups] == [3]
     assert replay.fresh(4) == 4
     assert replay.groups == []
+    twice = Replay(OffPolicyConfig(reuse=2), prompts=4)
+    twice.served(groups, [])
+    assert [g.uses for g in twice.groups] == [1] * 4
+    twice.served(twice.groups, [])
+    assert twice.groups == []  # however few new ones a step has
     once = Replay(OffPolicyConfig(), prompts=4)
     once.served(groups, [])
     assert once.groups == []
