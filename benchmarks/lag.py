@@ -1,11 +1,11 @@
 """How far behind may the samples be? Optimiser steps a batch × methods on the built-in task.
 
-    python benchmarks/lag.py [--lags 1 4 16 64] [--seeds 3] [--steps 30] [--jobs 2] [--minutes 60] [--json FILE]
+    python benchmarks/lag.py [--lags 1 4 16 64] [--seeds 3] [--steps 30] [--rate 1] [--jobs 2] [--minutes M] [--json F]
 
 A batch of 32 × 8 responses is cut into so many optimiser steps: the last of them sees samples that are as many steps
-old. The learning rate is the built-in task's at 4 steps a batch, and goes with the square root of the batch. Runs are
-made in the order of what they decide (all methods at one lag and seed first), several at a time, and each that has
-ended stays in the JSON file: a second call goes on. A run that diverges is a row like any other.
+old. The learning rate is ``--rate`` times the built-in task's at 4 steps a batch, and goes with the square root of the
+batch. Runs are made in the order of what they decide (all methods at one lag and seed first), several at a time, and
+each that has ended stays in the JSON file: a second call goes on. A run that diverges is a row like any other.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ COLUMNS = {
 }
 
 
-def one(method: str, lag: int, seed: int, steps: int, device: str, threads: int) -> dict[str, Any]:
+def one(method: str, lag: int, seed: int, steps: int, rate: float, device: str, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = ["train", "--algorithm", method, "--seed", seed, "--steps", steps, "--output", f"{folder}/run"]
         run += [
             "--optim.minibatches",
             lag,
             "--optim.lr",
-            RATE * math.sqrt(USUAL / lag),
+            rate * RATE * math.sqrt(USUAL / lag),
             "--optim.warmup",
             5 * lag // USUAL,
         ]
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--lags", nargs="*", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -108,7 +109,7 @@ def main() -> None:
 
     def run(key: tuple[str, int, int]) -> None:
         if time.monotonic() < end:
-            rows.append(one(*key, args.steps, args.device, args.threads))
+            rows.append(one(*key, args.steps, args.rate, args.device, args.threads))
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "ess_by_step"}), file=sys.stderr, flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=0))
