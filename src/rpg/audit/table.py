@@ -229,7 +229,7 @@ def _show(report: AuditReport, to: Console, verbose: bool) -> None:
 def text(report: AuditReport) -> str:
     """As printed to a file: no colours, 100 columns."""
     written = StringIO()
-    _show(report, Console(file=written, width=100), verbose=False)
+    _show(report, Console(file=written, width=100, force_jupyter=False, color_system=None), verbose=False)
     return written.getvalue().rstrip()
 
 
