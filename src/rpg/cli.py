@@ -21,6 +21,7 @@ from .commands.export import add_export
 from .commands.merge import add_merge
 from .commands.report import add_report
 from .commands.sample import add_chat, add_sample
+from .commands.study import add_study
 from .commands.tasks import add_tasks
 from .commands.train import add_train
 from .console import Mistake, choose, complain, discard, first_of_launch, open_streams, printable, reaches
@@ -143,6 +144,7 @@ def build_parser() -> Parser:
         add_merge,
         add_tasks,
         add_report,
+        add_study,
         add_export,
         add_audit,
         add_algorithms,

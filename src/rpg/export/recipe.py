@@ -15,10 +15,11 @@ GPU_TOKENS = 32768  # in one pass of training, where the recipe does not say
 
 def refuse(config: Config, engine: str, reasons: dict[str, Any]) -> None:
     """What has no counterpart and would change the result. ``reasons``: the engine's own, false where all is well."""
-    common = {
+    common: dict[str, Any] = {
         "optim.name=schedule-free": config.optim.name == "schedule-free" and "give --optim.name adamw",
         "rollout.end_tokens": config.rollout.end_tokens and "put them into the model's generation_config.json",
     }
+    common["task.aside"] = config.task.aside and "it is for choosing settings; leave it out"
     taught = config.reference.model and "its reference is a copy of the trained model; use rpg train"
     for name, why in (common | reasons | {"reference.model": taught}).items():
         if why:

@@ -192,6 +192,8 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
         yield "the optimiser's moments: AdamW starts afresh from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: the run ends after its steps"
+    if config.tokens is not None:
+        yield f"tokens={config.tokens:,}: the run ends after its steps"
     if method_of(config).dynamic:
         names = f"rollout.oversample={rollout.oversample:g}, rollout.max_rounds={rollout.max_rounds}"
         yield f"{names}: groups without signal are dropped, but no others are sampled in their place"

@@ -353,6 +353,8 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
         yield "the optimiser's moments: AdamW starts afresh from the checkpoint's weights"
     if config.minutes is not None:
         yield f"minutes={config.minutes:g}: verl has no limit of time; the run ends after its steps"
+    if config.tokens is not None:
+        yield f"tokens={config.tokens:,}: verl has no limit of tokens; the run ends after its steps"
     if not launch.in_order:
         yield "the order of the problems: verl shuffles them itself, by the same seed but otherwise"
     if rollout.engine == "native":

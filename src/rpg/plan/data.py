@@ -48,6 +48,8 @@ def data_of(config: Config) -> Data:
                 rows = None if rows is None else rows - size // HELD_OUT
             else:
                 tests[name] = None
+    if task.aside:
+        tests, rows = {"aside": task.aside}, None if rows is None else rows - task.aside
     evaluated = sum(min(most, number or most) for number in tests.values())
     prompt = min(_prompt(config), config.rollout.max_prompt_tokens)
     return Data(task.name, rows, tests, evaluated, prompt, guessed=task.name not in BUILTIN)

@@ -72,7 +72,7 @@ class Case:
     length: float  # mean, tokens
     sampled: float  # prompts for each that is trained on
     seconds: Seconds
-    steps: int  # of the run: fewer than the settings say where its minutes end before
+    steps: int  # of the run: fewer than the settings say where minutes or tokens end it before
     run: float  # seconds, evaluations included
 
 
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def limited(self) -> bool:
-        """Whether its minutes end the run before its steps do."""
+        """Whether its minutes or tokens end the run before its steps do."""
         return any(case.steps < self.config.steps for case in (self.low, self.middle, self.high))
 
     @property
@@ -192,7 +192,7 @@ def plan(
     for share, kept in zip(shares, KEPT, strict=True):
         more = min(MOST_MORE, rollout.oversample / kept) if method.dynamic else 1.0
         seconds = _seconds(work, chosen, config, prompt, share, more, passes, data.evaluated, needed)
-        steps = _steps(config, seconds.step)
+        steps = _steps(config, seconds.step, _tokens(config, share, more))
         run = steps * seconds.step + evaluations(config, steps) * seconds.evaluation
         cases.append(Case(max(1.0, share * rollout.max_new_tokens), more, seconds, steps, run))
     return Plan(
@@ -299,8 +299,18 @@ def _unchecked_tokens(config: Config, model: Shell, dtype: torch.dtype) -> Itera
     yield f"whether reference.model has the model's vocabulary was not checked: the tokenizer of {absent} is not here"
 
 
-def _steps(config: Config, seconds: float) -> int:
-    return config.steps if config.minutes is None else min(config.steps, math.ceil(60 * config.minutes / seconds))
+def _steps(config: Config, seconds: float, tokens: float) -> int:
+    """As many as its budgets have room for."""
+    by_time = math.inf if config.minutes is None else math.ceil(60 * config.minutes / seconds)
+    by_tokens = math.inf if config.tokens is None else math.ceil(config.tokens / tokens)
+    return int(min(config.steps, by_time, by_tokens))
+
+
+def _tokens(config: Config, share: float, more: float) -> float:
+    """That a step samples."""
+    rollout = config.rollout
+    groups = more * max(1.0, rollout.prompts / config.offpolicy.reuse)
+    return groups * rollout.samples * max(1.0, share * rollout.max_new_tokens)
 
 
 def evaluations(config: Config, steps: int) -> int:

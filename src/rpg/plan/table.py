@@ -99,7 +99,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, list[str]]]:
     steps = plan.middle.steps
     limit = ""
     if steps < config.steps:
-        limit = f"{config.minutes:g} minutes" + (", over within the first step: " if steps == 1 else ": some ")
+        budgets = [f"{config.minutes:g} minutes"] if config.minutes is not None else []
+        budgets += [f"{config.tokens:,} tokens"] if config.tokens is not None else []
+        limit = " or ".join(budgets) + (", over within the first step: " if steps == 1 else ": some ")
     rate = f"lr {config.optim.lr:g}{_auto(plan, 'optim.lr')}"
     counted = f"{steps} step" if steps == 1 else f"{steps} steps"
     yield "run", [f"{limit}{counted}, {steps * plan.optimiser_steps:,} optimiser steps, {rate}"]
@@ -165,7 +167,7 @@ def _time_table(plan: Plan) -> Table:
     cases = (plan.low, plan.middle, plan.high)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("time, estimated")
-    # where minutes end the run, short responses are more steps, with more evaluations: the longer run
+    # where a budget ends the run, short responses are more steps, with more evaluations: the longer run
     for title in ("short", "middle", "long") if plan.limited else ("low", "middle", "high"):
         table.add_column(title, justify="right")
     table.add_row("mean response, tokens", *(f"{case.length:,.0f}" for case in cases))

@@ -20,6 +20,7 @@ from .runs import RunData
 from .scores import Experiment, averages, group_by_experiment, scores
 from .tables import results_section, settings_section
 
+BUDGETS = ("minutes", "tokens")
 SCRIPTS = ("chart.js", "samples.js", "page.js")
 
 
@@ -160,8 +161,8 @@ def _cards(run: RunData) -> list[str]:
             cards.append(_card("First", percent(s.first), before, f"{100 * (s.last - s.first):+.1f} points since"))
     planned = finite(run.fact("steps"))
     steps = f"{run.step} of {planned:.0f} steps" if planned else plural(run.step, "step")
-    if run.summary.get("stopped_by") == "minutes":
-        steps += f", ended by its {finite(run.config.get('minutes')) or 0:g} minutes"
+    if (budget := run.summary.get("stopped_by")) in BUDGETS:
+        steps += f", ended by its {finite(run.config.get(budget)) or 0:,g} {budget}"
     tokens = f"{amount(run.tokens)} tokens sampled" if run.tokens else ""
     speed = f"{amount(run.speed)} tokens/s" if run.speed else ""
     cards.append(_card(status_badge(run), duration(run.seconds), steps, ", ".join(t for t in (tokens, speed) if t)))
@@ -183,7 +184,7 @@ def _experiment_card(style: Style, experiment: Experiment, tasks: Sequence[str])
 def notes(run: RunData, label: str, named: bool) -> list[str]:
     """What a reader must know before trusting the numbers."""
     texts = []
-    planned = run.summary.get("stopped_by") == "minutes"  # its status says enough
+    planned = run.summary.get("stopped_by") in BUDGETS  # its status says enough
     if run.status == "failed" or (run.summary.get("message") and not planned):
         texts.append(f"{run.status} at step {run.step}" + (f": {m}" if (m := run.summary.get("message")) else ""))
     failures = run.summary.get("reward_failures")

@@ -15,6 +15,7 @@ FINITE = Bound("finite", math.isfinite)
 OR_AUTO = OrAuto()
 BILLION = Bound("at most 1,000,000,000", lambda x: x <= 10**9)
 MILLION = Bound("at most 1,000,000", lambda x: x <= 10**6)
+QUADRILLION = Bound("at most 10^15", lambda x: x <= 10**15)
 Natural = Annotated[int, FROM_0, BILLION]
 Count = Annotated[int, FROM_1, BILLION]
 NonNegative = Annotated[float, FROM_0]
@@ -32,6 +33,9 @@ class TaskConfig:
     weights: 0.7*gsm8k + 0.3*math"""
     test: str | None = None
     """problems to evaluate on: tasks, datasets or files, several with commas (aime24, aime25); None: the task's own"""
+    aside: Natural = 0
+    """evaluate on so many of the problems to train on, which are set aside, instead of the test problems: for choosing
+    settings, as rpg study does; 0: the test problems"""
     prompt_key: str | None = None
     """column of the prompt in files and hub datasets; None: the usual names are tried"""
     answer_key: str | None = None
@@ -157,7 +161,8 @@ class OptimConfig:
     warmup: Natural = 5
     """optimiser steps over which the learning rate rises from 0"""
     schedule: Literal["auto", "constant", "linear", "cosine"] = "auto"
-    """after warm-up; linear and cosine fall to a tenth at the last step; auto: linear, constant with schedule-free"""
+    """after warm-up; linear and cosine fall to a tenth at the last step, or where the tokens end, if that comes first;
+    a run that its minutes end has fallen only so far; auto: linear, constant with schedule-free"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's; schedule-free takes the first as its interpolation"""
     weight_decay: NonNegative = 0.0
@@ -255,6 +260,7 @@ OTHER_NAMES = {
     "device": "gpu cuda",
     "steps": "max_steps num_steps train_steps total_steps num_train_steps total_training_steps iterations max_iters",
     "minutes": "time_limit max_time",
+    "tokens": "max_train_tokens token_budget total_tokens num_tokens",
     "output": "output_dir out_dir save_path save_dir logdir default_local_dir",
     "resume": "resume_from resume_from_checkpoint resume_mode load_checkpoint",
     "task.name": "task dataset dataset_name train_files train_file prompt_data data",
@@ -329,6 +335,9 @@ class Config:
     """batches of rollouts"""
     minutes: Positive | None = None
     """end after so many minutes, evaluations and checkpoints not counted, if the steps are not done before"""
+    tokens: Annotated[int, FROM_1, QUADRILLION] | None = None
+    """end after the step in which so many tokens of responses have been sampled for training, if the steps are not done
+    before; a falling learning rate then falls with the tokens, where that is faster than with the steps"""
     seed: Annotated[int, FROM_0] = 0
     """decides the prompts and every sampled token"""
     insist: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..rewards.scoring import Reward, RewardError, Scorer, Scores
 from ..verify import verify, verify_reward
+from .aside import set_aside
 from .loading import fingerprint, load_task, load_tests
 from .sources.builtin import BUILTIN
 from .sources.mixture import finite
@@ -22,6 +23,7 @@ __all__ = [
     "finite",
     "load_task",
     "load_tests",
+    "set_aside",
     "verify",
     "verify_reward",
 ]

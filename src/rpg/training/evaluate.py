@@ -53,6 +53,7 @@ class Evaluation:
     task: str
     problems: int
     k: int
+    solved: list[int]  # responses to each problem that are right
     mean: Estimate
     passed: dict[int, Estimate]  # pass@k for k = 1, 2, 4, …
     by_level: dict[int, float]
@@ -68,9 +69,9 @@ class Evaluation:
         texts = (f"{name} {x.mean:.1%} [{x.low:.1%}, {x.high:.1%}]" for name, x in values.items())
         return f"Evaluation({self.task}, {self.problems} problems: {', '.join(texts)})"
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         at = f"eval/{self.task}"
-        metrics = {
+        metrics: dict[str, Any] = {
             f"{at}/mean@{self.k}": self.mean.mean,
             f"{at}/mean@{self.k}_low": self.mean.low,
             f"{at}/mean@{self.k}_high": self.mean.high,
@@ -78,7 +79,7 @@ class Evaluation:
         metrics |= {f"{at}/pass@{k}": estimate.mean for k, estimate in self.passed.items()}
         if len(self.by_level) > 1:
             metrics |= {f"{at}/level{level}": mean for level, mean in self.by_level.items()}
-        return metrics | {f"{at}/length": self.length, f"{at}/truncated": self.truncated}
+        return metrics | {f"{at}/length": self.length, f"{at}/truncated": self.truncated, f"{at}/solved": self.solved}
 
 
 def evaluate(sampler: Sampler, sets: Mapping[str, Sequence[Problem]], keep: int = 4) -> list[Evaluation]:
@@ -113,6 +114,7 @@ def _judge(
         task=name,
         problems=len(problems),
         k=k,
+        solved=solved,
         mean=estimate([number / k for number in solved]),
         passed={n: estimate([pass_at_k(number, k, n) for number in solved]) for n in ks},
         by_level={level: sum(values) / len(values) for level, values in sorted(levels.items())},

@@ -32,7 +32,7 @@ from ..run.logs import NoLogs, RunLogs, write_summary
 from ..run.signals import Stop, interruptible
 from ..run.teacher import with_teacher
 from ..run.view import View, opening
-from ..tasks import Task, fingerprint, load_task
+from ..tasks import Task, fingerprint
 from .batch import Batch, make_batch, with_advantages
 from .evaluate import evaluate
 from .failures import EXPECTED, Failed, one_line
@@ -40,7 +40,7 @@ from .old_logp import OldLogp, batch_score_sq, with_logp
 from .oom_retry import make_oom_retry, pick_layout
 from .optim import averaged_weights, make_optimizer
 from .phases import Phases
-from .progress import Progress, best_of, read_from, starvation, summarise
+from .progress import Progress, best_of, over, read_from, starvation, summarise
 from .reference import Reference, batch_logp, load_teacher
 from .samples.collect import UNEQUAL, Experience, Sampler
 from .samples.source import SampleSource
@@ -59,6 +59,7 @@ from .setup import (
     pick_device,
     pick_dtype,
     rewards_of,
+    task_of,
     unasked,
     warnings_about,
 )
@@ -141,9 +142,8 @@ class Trainer:
             self._warn(text)
         for text in (*about_sampler(method, config), *method.remarks(rewards_of(config))):
             self.view.message(text)
-        named = config.task
-        view.stage(f"loading {named.name}")
-        self.task: Task = load_task(named.name, config.seed, named.test, named.prompt_key, named.answer_key)
+        view.stage(f"loading {config.task.name}")
+        self.task: Task = task_of(config)
         data = fingerprint(self.task)
         if start is not None:
             check_data(config, start, data)
@@ -234,7 +234,8 @@ class Trainer:
                 raise KeyboardInterrupt(message) from None
             raise
         if summary["message"]:
-            self.view.message(summary["message"], "info" if summary["stopped_by"] == "minutes" else "warning")
+            planned = summary["stopped_by"] in ("minutes", "tokens")
+            self.view.message(summary["message"], "info" if planned else "warning")
         return summary
 
     def write_failure(self, message: str, status: str = "failed") -> None:
@@ -245,7 +246,7 @@ class Trainer:
     def _loop(self, logs: RunLogs) -> None:
         if self.progress.step == 0:
             self._begin(logs)
-        while self.progress.step < self.config.steps and not self._told_to_stop() and not self._out_of_time:
+        while self.progress.step < self.config.steps and not self._told_to_stop() and not self._over:
             self.step(self.progress.step + 1, logs)
             if self.world.from_rank0(self.folder.lost()) is not None:
                 self.save(logs)
@@ -279,8 +280,8 @@ class Trainer:
             failed, dropped = self.failure_watch.half_failed, self.source.all_dropped
             why = starvation(MAX_STARVED, UNEQUAL[self.source.signal], failed, dropped)
             return "finished", f"ended after step {self.progress.step}: {why}"
-        if self._out_of_time:
-            return "finished", f"ended after step {self.progress.step}: its {self.config.minutes:g} minutes are over"
+        if self._over:
+            return "finished", f"ended after step {self.progress.step}: {self._over[1]}"
         if self.stop.by is not None and self.progress.step < self.config.steps:
             return "stopped", f"stopped by {self.stop.by} after step {self.progress.step}; {self._resuming}"
         return "finished", ""
@@ -290,8 +291,8 @@ class Trainer:
         return self.progress.starved >= MAX_STARVED
 
     @property
-    def _out_of_time(self) -> bool:
-        return self.config.minutes is not None and self.progress.spent >= 60 * self.config.minutes
+    def _over(self) -> tuple[str, str] | None:
+        return over(self.config, self.progress)
 
     @property
     def _resuming(self) -> str:
@@ -365,7 +366,7 @@ class Trainer:
         if self.saving_seconds is not None:  # the checkpoint of the step before
             seconds["checkpoint"], self.saving_seconds = self.saving_seconds, None
         self.progress.spent = self.world.from_rank0(self.progress.spent + (time.perf_counter() - begin))
-        last = step == self.config.steps or self._is_starved or self._out_of_time
+        last = step == self.config.steps or self._is_starved or self._over is not None
         hopeless = self.progress.bad_steps >= self.config.optim.max_bad_steps
         best = False  # until now, and worth keeping
         if (last or _due(step, self.config.eval.every)) and not hopeless:
@@ -474,8 +475,8 @@ class Trainer:
 
     def summary(self, status: str, message: str) -> dict[str, Any]:
         about = self.config, self.folder.path, self.task.name, self.problems, self.policy, self.progress
-        by_time = "minutes" if status == "finished" and self._out_of_time and not self._is_starved else None
-        return summarise(*about, status, message, self.stop.by if status == "stopped" else by_time)
+        budget = self._over[0] if status == "finished" and self._over and not self._is_starved else None
+        return summarise(*about, status, message, self.stop.by if status == "stopped" else budget)
 
     def sync(self) -> None:
         """The engine samples from the trained weights, as they are now."""

@@ -134,12 +134,13 @@ class MixedOptimizer:
             p.grad = None
 
 
-def learning_rate(config: OptimConfig, step: int, total: int) -> float:
-    """Of the optimiser step with this number, of ``total``, both from the run's start: 0 is the first."""
+def learning_rate(config: OptimConfig, step: int, total: int, used: float = 0.0) -> float:
+    """Of the optimiser step with this number, of ``total``, both from the run's start: 0 is the first. ``used``: the
+    share of another budget, tokens, that is used up before it; a schedule follows what is further."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     start = max(config.warmup - 1, 0)  # the first step at the full rate
-    progress = min((step - start) / max(total - 1 - start, 1), 1.0)
+    progress = min(max((step - start) / max(total - 1 - start, 1), used), 1.0)
     falling = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     schedule = config.schedule
     if schedule == "auto":

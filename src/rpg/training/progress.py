@@ -100,7 +100,7 @@ def summarise(
     message: str,
     stopped_by: str | None,
 ) -> dict[str, Any]:
-    """``folder`` is the run's; ``sets`` are those that it is evaluated on; ``stopped_by``: a signal, or its minutes."""
+    """``folder`` is the run's; ``sets`` are those that it is evaluated on; ``stopped_by``: a signal, or a budget."""
     summary: dict[str, Any] = {
         "name": folder.name,
         "folder": str(folder),
@@ -150,6 +150,15 @@ def summarise(
 def best_of(evals: list[dict[str, Any]]) -> dict[str, Any]:
     """The best evaluation; of equals the latest."""
     return max(evals, key=lambda e: (e["mean"], e["step"]))
+
+
+def over(config: Config, progress: Progress) -> tuple[str, str] | None:
+    """The budget besides the steps that is used up, and what to say of it."""
+    if config.minutes is not None and progress.spent >= 60 * config.minutes:
+        return "minutes", f"its {config.minutes:g} minutes are over"
+    if config.tokens is not None and progress.tokens_total >= config.tokens:
+        return "tokens", f"its {config.tokens:,} tokens are sampled"
+    return None
 
 
 def starvation(steps: int, unequal: str, failed: str | None, dropped: bool = False) -> str:

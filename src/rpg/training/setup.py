@@ -26,7 +26,7 @@ from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..rollout import Engine, NativeEngine, Sampling
 from ..run.config import Config, OffPolicyConfig
-from ..tasks import ENDLESS, Problem, Scorer, Task, finite, verify_reward
+from ..tasks import ENDLESS, Problem, Scorer, Task, finite, load_task, set_aside, verify_reward
 from ..tasks.reward import functions, make_reward, reward_range
 from ..tasks.templates import template_text
 from .samples.collect import PromptTooLong, encode_prompt, prompt_parts
@@ -59,6 +59,13 @@ def _check_template(config: Config) -> None:
 def _scorer(config: Config, reward: Sequence[Part], workers: int) -> Scorer:
     task = config.task
     return Scorer(reward, workers=workers, timeout=task.timeout, on_error=task.on_error, memory_gb=task.memory_gb)
+
+
+def task_of(config: Config) -> Task:
+    """The problems of a run: to train on, and to evaluate on."""
+    named = config.task
+    task = load_task(named.name, config.seed, named.test, named.prompt_key, named.answer_key)
+    return set_aside(task, named.aside) if named.aside else task
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

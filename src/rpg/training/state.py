@@ -38,7 +38,7 @@ from ..run.settings import flat, to_yaml
 from ..run.view import View
 from .oom_retry import OomRetry
 from .optim import MixedOptimizer, load_optimizer, optimizer_tensors
-from .progress import Progress
+from .progress import Progress, over
 from .reference import Reference
 from .samples.source import SampleSource
 
@@ -47,6 +47,7 @@ TOLD = 3  # settings that differ are named
 FREE = (
     "steps",
     "minutes",
+    "tokens",
     "output",
     "insist",
     "device",
@@ -182,8 +183,8 @@ def nothing_left(config: Config, start: Checkpoint) -> str | None:
     """None: there are steps to do."""
     if start.step >= config.steps:
         return f"nothing to do: {start.step} of {config.steps} steps are done (--steps N trains on)"
-    if config.minutes is not None and Progress.load(start.state).spent >= 60 * config.minutes:
-        return f"nothing to do: its {config.minutes:g} minutes are over (--minutes N trains on)"
+    if (done := over(config, Progress.load(start.state))) is not None:
+        return f"nothing to do: {done[1]} (--{done[0]} N trains on)"
     return None
 
 

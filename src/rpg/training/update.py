@@ -112,6 +112,7 @@ class Updater:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """All optimiser steps over one batch; step counts from 1."""
         optim, total = self.config.optim, self.config.steps * self.steps_a_batch
+        used = 0.0 if self.config.tokens is None else self.progress.tokens_total / self.config.tokens
         means, losses, norms, skipped, lr = Means(), [], [], 0, 0.0
         metrics: dict[str, float] = {}
         first = number = (step - 1) * self.steps_a_batch
@@ -121,7 +122,7 @@ class Updater:
                     break
                 minibatch = batch.rows(rows)
                 self.context.stage(f"training {number - first + 1}/{self.steps_a_batch}")
-                lr = learning_rate(optim, number, total)
+                lr = learning_rate(optim, number, total, used)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 loss, logp_BT, entropy = self.oom_retry.run(

@@ -86,7 +86,7 @@ def split(problems: Sequence[Problem], test_share: float = 0.1) -> tuple[list[Pr
     """
     if not 0 <= test_share <= 1:
         raise ValueError(f"test_share must be between 0 and 1; got {test_share}")
-    places = [_place(problem.prompt) for problem in problems]
+    places = [place_of(problem.prompt) for problem in problems]
     chosen = {place for place in places if place < test_share}
     if 0 < test_share < 1 and len(set(places)) > 1:
         chosen = (chosen or {min(places)}) - ({max(places)} if len(chosen) == len(set(places)) else set())
@@ -96,7 +96,7 @@ def split(problems: Sequence[Problem], test_share: float = 0.1) -> tuple[list[Pr
     return sides
 
 
-def _place(prompt: str) -> float:
+def place_of(prompt: str) -> float:
     """In [0, 1), the same for what overlap.py calls the same problem."""
     text = " ".join(word_list(prompt) or prompt.split()).encode("utf-8", "surrogatepass")
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 11) / 2**53

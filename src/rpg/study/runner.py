@@ -1,0 +1,279 @@
+"""Runs of a study as processes of their own, some at a time: begun, resumed, stopped, and looked at when they end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..console import duration, percent
+from ..run.auto import settled
+from ..run.config import Config
+from ..run.folder import SETTINGS, is_run, locked
+from ..run.logs import write_whole
+from ..run.settings import build, flat, to_yaml
+from ..run.signals import Stop
+from .choose import choice
+from .design import NO_MATTER, PlannedRun, Study
+from .results import FILE, Row, header, read_results, read_summary, row_of, write_results
+from .scores import final_mean
+
+LOOK = 0.1  # seconds between looks at the processes
+PATIENCE = 20.0  # seconds that a run has to end at once
+STOPPED = (129, 130, 143)  # exit codes of rpg train that a signal has stopped
+SETUP = 2  # exit code of rpg train: a mistake in the settings, of which nothing came
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+
+class SetupFailed(ValueError):
+    """A run could not be begun: a mistake to mend, not a result."""
+
+
+@dataclass
+class Process:
+    run: PlannedRun
+    popen: subprocess.Popen[bytes]
+    log: Path
+    told: bool = False  # to stop, by us
+
+
+@dataclass
+class Runner:
+    """``rows`` are the runs that have ended, by name; ``say`` is told each."""
+
+    study: Study
+    folder: Path
+    jobs: int
+    say: Callable[[str], None]
+    rows: dict[str, Row] = field(default_factory=dict)
+    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by arm, what is tuned
+    deaths: dict[str, int] = field(default_factory=dict)  # runs that the system killed
+    begun: float = field(default_factory=time.monotonic)
+    made: int = 0  # by this process
+
+    def go(self, minutes: float | None) -> bool:
+        """Until all is done, a signal comes or the minutes are over. Whether all is done."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            self.rows = self._known()
+            for _ in range(2):  # tuning runs may make compared ones known
+                self._adopt()
+            self._write()
+            stop, active = Stop(), dict[str, Process]()
+            with stop.listening(lambda text: self.say(_of_study(text))):
+                try:
+                    self._loop(stop, active, None if minutes is None else self.begun + 60 * minutes)
+                finally:
+                    self._end(active)
+        return len(self.rows) == self.study.planned
+
+    def _adopt(self) -> None:
+        """Runs that ended and have no line: the study was killed in between, or its file was lost."""
+        for run in [run for run in self._planned() if run.id not in self.rows]:
+            summary = read_summary(self.folder / run.id)
+            if summary.get("status") in ("finished", "failed"):
+                if differing := self._differing(run):
+                    raise self._outdated(run.id, differing)
+                row = row_of(run, self.folder / run.id, summary["status"], str(summary.get("message") or ""))
+                self.rows[run.id] = row
+
+    def _planned(self) -> list[PlannedRun]:
+        """In the order of what they decide; of arms that are not tuned yet no more than that."""
+        tuning = list(self.study.tuning())
+        self._choose()
+        known = self.study.compared(self.chosen)
+        ready = (run for run in known if not self.study.candidates or run.arm.name in self.chosen)
+        return [*tuning, *ready]
+
+    def _loop(self, stop: Stop, active: dict[str, Process], until: float | None) -> None:
+        while True:
+            for process in [each for each in active.values() if each.popen.poll() is not None]:
+                del active[process.run.id]
+                self._ended(process)
+            over = until is not None and time.monotonic() >= until
+            if stop.by is not None or over:
+                for process in active.values():
+                    self._tell(process)
+            else:
+                for run in self._ready(active):
+                    if len(active) >= self.jobs:
+                        break
+                    active[run.id] = self._begin(run)
+            if not active:
+                if over and stop.by is None:
+                    self.say("the study's minutes are over")
+                return
+            time.sleep(LOOK)
+
+    def _ready(self, active: dict[str, Process]) -> Iterator[PlannedRun]:
+        """What can be begun now, in the order of what it decides."""
+        for run in self._planned():
+            if run.id not in self.rows and run.id not in active:
+                yield run
+
+    def _choose(self) -> None:
+        for arm in self.study.arms if self.study.candidates else ():
+            if arm.name not in self.chosen and (found := choice(self.study, arm, self.rows)) is not None:
+                self.chosen[arm.name] = found
+
+    # ---- a process ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, run: PlannedRun) -> Process:
+        """Begun, or resumed where it was stopped."""
+        output = self.folder / run.id
+        settings = self.folder / "settings" / f"{run.id.replace('/', '.')}.yaml"
+        log = self.folder / "logs" / f"{run.id.replace('/', '.')}.txt"
+        for file in (settings, log):
+            file.parent.mkdir(exist_ok=True)
+        write_whole(settings, to_yaml(_as_run(run.config, output)))
+        line = [sys.executable, "-m", "rpg", "train", "--config", str(settings)]
+        line += ["--resume"] if is_run(output) else []
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // self.jobs))
+        with log.open("ab") as said:
+            popen = subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env=os.environ | {"OMP_NUM_THREADS": threads},
+                start_new_session=True,  # Ctrl-C comes to us alone, and we tell the runs
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        return Process(run, popen, log)
+
+    def _tell(self, process: Process) -> None:
+        if not process.told:
+            process.told = True
+            process.popen.send_signal(signal.SIGINT)
+
+    def _end(self, active: dict[str, Process]) -> None:
+        """Whatever still runs when we leave in a hurry."""
+        for process in active.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.popen.send_signal(signal.SIGINT)
+        until = time.monotonic() + PATIENCE
+        for process in active.values():
+            try:
+                process.popen.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+
+    def _ended(self, process: Process) -> None:
+        """A row where it came to an end, also to a bad one; else it is begun again, now or by the next call."""
+        run, code, output = process.run, process.popen.returncode, self.folder / process.run.id
+        summary = read_summary(output)
+        status, message = str(summary.get("status")), str(summary.get("message") or "")
+        if code == SETUP:
+            raise SetupFailed(f"{run.title} could not be set up: {_last_line(process.log)}")
+        if status not in ("finished", "failed"):
+            if process.told or code in STOPPED:
+                return
+            self.deaths[run.id] = self.deaths.get(run.id, 0) + 1
+            if self.deaths[run.id] <= self.study.config.retries:
+                self.say(f"{run.title}: {_how(code)}; it is resumed")
+                return
+            status, message = "failed", f"{_how(code)}, {self.deaths[run.id]} times"
+        self._keep(row_of(run, output, status, message))
+
+    def _keep(self, row: Row) -> None:
+        self.rows[row["run"]] = row
+        self.made += 1
+        if not self.study.config.keep_checkpoints:
+            shutil.rmtree(self.folder / row["run"] / "checkpoints", ignore_errors=True)
+        self._write()
+        self._choose()
+        score = percent(final_mean(row, self.study.config.on if row["part"] == "compare" else None))
+        how = "" if row["status"] == "finished" else f", {row['status']}: {row['message']}"
+        left = self.study.planned - len(self.rows)
+        rest = (time.monotonic() - self.begun) / self.made * left
+        title = ("tuning " if row["part"] == "tune" else "") + f"{row['arm']}, seed {row['seed']}"
+        title += "".join(
+            f", {name} {x:g}" if isinstance(x, float) else f", {name} {x}" for name, x in row["tried"].items()
+        )
+        self.say(
+            f"[{len(self.rows)}/{self.study.planned}] {title}: {score} in {duration(row['wall'])}{how}"
+            + (f" (some {duration(rest)} left)" if left else "")
+        )
+
+    # ---- what is there already ---------------------------------------------------------------------------------------
+
+    def _known(self) -> dict[str, Row]:
+        """Of runs that ended in an earlier call; one with other settings than the study has now is refused."""
+        rows = {row["run"]: row for row in read_results(self.folder)[1]} if (self.folder / FILE).is_file() else {}
+        tuning = {run.id: run for run in self.study.tuning()}
+        self.rows = {name: row for name, row in rows.items() if name in tuning}
+        self._choose()
+        planned = tuning | {r.id: r for r in self.study.compared(self.chosen)}
+        for name, row in rows.items():
+            if name in planned and row["digest"] != planned[name].digest:
+                raise self._outdated(name, self._differing(planned[name]))
+        return {name: row for name, row in rows.items() if name in planned}
+
+    def _outdated(self, name: str, differing: str) -> ValueError:
+        return ValueError(
+            f"{self.folder / name} was made with other settings than {self.study.file} has now{differing}: take them "
+            "back, or another --output"
+        )
+
+    def _differing(self, run: PlannedRun) -> str:
+        """A setting that the run's folder has otherwise; empty where there is none, or no folder."""
+        with contextlib.suppress(ValueError):
+            before = flat(build(Config, file=self.folder / run.id / SETTINGS))
+            now = flat(settled(run.config))
+            for path in now:
+                if not path.startswith(NO_MATTER) and before.get(path) != now[path]:
+                    return f" ({path} was {before.get(path)} and is {now[path]})"
+        return ""
+
+    def forget_failed(self) -> int:
+        """Failed runs are made again, from the beginning. How many."""
+        if not (self.folder / FILE).is_file():
+            return 0
+        study, rows = read_results(self.folder)
+        failed = [row for row in rows if row["status"] != "finished"]
+        for row in failed:
+            shutil.rmtree(self.folder / row["run"], ignore_errors=True)
+        write_results(self.folder, study, [row for row in rows if row not in failed])
+        return len(failed)
+
+    def _write(self) -> None:
+        write_results(self.folder, header(self.study), self.rows.values())
+
+
+def _as_run(config: Config, output: Path) -> Config:
+    """What a run of a study does without, and one checkpoint to go on from."""
+    keep: Any = replace(config.checkpoint, keep=1, best=False)
+    log = replace(config.log, tensorboard=False, report=False, view="plain")
+    return replace(config, output=str(output), checkpoint=keep, log=log)
+
+
+def _die_with_parent() -> None:
+    """In the child: where the study is killed outright, its runs stop as by a signal, and save."""
+    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _how(code: int) -> str:
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _of_study(text: str) -> str:
+    return f"{text.partition(':')[0]}: each run finishes its present step and saves (again: at once)"
