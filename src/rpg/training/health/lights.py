@@ -34,14 +34,16 @@ class Light:
 
 
 def backwards(shifts: Series) -> str | None:
-    if shifts[-1] < -0.02 or _late(shifts) < -0.005:
-        return f"training on a batch made its better responses less likely, by {-shifts[-1]:.2g} nats a token"
+    shift = min(shifts[-1], _mean(shifts))
+    if shifts[-1] < -0.02 or _mean(shifts) < -0.005:
+        return f"training on a batch made its better responses less likely, by {-shift:.2g} nats a token"
     return None
 
 
 def drift(kls: Series) -> str | None:
-    if kls[-1] > 0.05 or _late(kls) > 0.02:
-        return f"training on a batch moved the policy {kls[-1]:.2g} nats a token away from what it was sampled with"
+    kl = max(kls[-1], _mean(kls))
+    if kls[-1] > 0.05 or _mean(kls) > 0.02:
+        return f"training on a batch moved the policy {kl:.2g} nats a token away from what it was sampled with"
     return None
 
 
@@ -54,10 +56,8 @@ def leaving(kls: Series) -> str | None:
 
 def fallen(shares: Series) -> str | None:
     pairs = [(one + other) / 2 for one, other in pairwise(shares)]
-    if pairs and pairs[-1] < 0.5 * max(pairs) and max(pairs) - pairs[-1] > 0.1:
-        return (
-            f"{pairs[-1]:.0%} of the training responses are right; it was {max(pairs):.0%} within {len(shares)} steps"
-        )
+    if pairs and (now := pairs[-1]) < 0.5 * (best := max(pairs)) and best - now > 0.1:
+        return f"{now:.0%} of the training responses are right, after {best:.0%} in the last {len(shares)} steps"
     return None
 
 
@@ -75,22 +75,23 @@ def entropy(values: Series) -> str | None:
     return None
 
 
-def _late(values: Series) -> float:
-    """The mean of the last two; of one value alone nothing is said."""
-    return statistics.fmean(values[-2:]) if len(values) > 1 else 0.0
+def _mean(values: Series) -> float:
+    """Of two; of one value alone nothing is said."""
+    return statistics.fmean(values) if len(values) > 1 else 0.0
 
 
 SMALLER = "Lower optim.lr, or take fewer optim.minibatches or optim.epochs"
+HELD = f"{SMALLER}; or hold it: reference.update frozen and a larger loss.beta"
 READ = "Read the last responses in samples.jsonl: does the reward pay for this?"
+ENTROPY = "Lower optim.lr. Where it falls, raise the clip's upper bound; where it rises, lower an entropy bonus"
+BACK = "See whether the reward pays for being right; else go back to an earlier checkpoint, with a lower optim.lr"
 LIGHTS = (
     Light("backwards", "shift/good", 2, backwards, SMALLER),
     Light("drift", "kl/old_last", 2, drift, SMALLER),
-    Light(
-        "leaving", "kl/start", 4, leaving, f"{SMALLER}; or hold it with reference.update frozen and a larger loss.beta"
-    ),
+    Light("leaving", "kl/start", 4, leaving, HELD),
     Light("length", "length/mean", 4, length, READ),
-    Light("entropy", "entropy", 4, entropy, "Lower optim.lr"),
-    Light("fallen", "reward/solved", 20, fallen, "Go back to a checkpoint from before, with a lower optim.lr"),
+    Light("entropy", "entropy", 4, entropy, ENTROPY),
+    Light("fallen", "reward/solved", 20, fallen, BACK),
 )
 
 
@@ -102,7 +103,7 @@ class Lights:
     """What is remembered of a run, as a checkpoint's ``state.json`` has it."""
 
     recent: dict[str, Series] = field(default_factory=dict)
-    """the last values of each metric that a light reads"""
+    """of each light the last values of the metric that it reads"""
     calm: dict[str, int] = field(default_factory=dict)
     """of each light that is on: steps in a row in which it had no reason to be"""
     events: list[dict[str, Any]] = field(default_factory=list)
