@@ -42,7 +42,7 @@ def bits(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"metrics": [json.dumps(row) for row in rows]}
     found["samples"] = (folder / "samples.jsonl").read_bytes()
     about = summary(folder)
-    found["summary"] = {k: about[k] for k in ("step", "status", "tokens_total", "reward_failures", "eval")}
+    found["summary"] = {k: about[k] for k in ("step", "status", "tokens_total", "reward_failures", "lights", "eval")}
     found["checkpoints"] = checkpoints(folder)
     newest = folder / "checkpoints" / found["checkpoints"][-1]
     for path in sorted(newest.rglob("*.safetensors")):

@@ -110,7 +110,7 @@ const known = (values) => values.filter((v) => v !== null && v !== undefined);
 /**
  * lines: [{ name, colour, dash, x, y, raw, low, high, thin, points, quiet }]. Where y is smoothed, raw is what was logged,
  * and what the crosshair reads. Quiet lines are drawn, not read.
- * options: { height, unit, axis, domain, log, stacked, label }
+ * options: { height, unit, axis, domain, log, stacked, label, lights }; lights: where a warning light went on
  * Returns a chart with `at(x)`, which moves the crosshair and answers what stands there.
  */
 function draw(box, lines, options) {
@@ -150,6 +150,7 @@ function draw(box, lines, options) {
   grid.append(svg("text", { x: inner.left - 7, y: height - 6, "text-anchor": "end", class: "unit" }, options.axis));
   grid.append(svg("line", { class: "base", x1: inner.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }));
   const marks = svg("g", { class: "marks" });
+  for (const x of options.lights || []) marks.append(svg("line", { class: "light", x1: place.x(x).toFixed(1), x2: place.x(x).toFixed(1), y1: inner.top, y2: inner.bottom }));
   if (stack) for (const s of stack) marks.append(svg("path", { class: `area ${s.line.colour}`, d: ribbon(s.line.x, s.low, s.high, place) }));
   else {
     for (const l of lines) if (l.low) marks.append(svg("path", { class: `band ${l.colour}`, d: ribbon(l.x, l.low, l.high, place) }));

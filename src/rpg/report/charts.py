@@ -31,6 +31,13 @@ class Chart:
 
 CHARTS = (
     Chart(
+        "lights",
+        "Warning lights",
+        "1 while a light is on. The lines at the top of the page say what each saw, and what to try.",
+        {},
+        begins="light/",
+    ),
+    Chart(
         "reward",
         "Reward",
         "Mean reward of the training responses. If it rises while held-out accuracy does not, the policy memorises "

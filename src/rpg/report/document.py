@@ -195,6 +195,9 @@ def notes(run: RunData, label: str, named: bool) -> list[str]:
     skipped = run.rows.total("skipped")
     if skipped:
         texts.append(f"{plural(int(skipped), 'optimiser step')} skipped: the loss was not finite")
+    for event in run.lights:
+        until = f", until step {end:.0f}" if (end := finite(event.get("until"))) is not None else ""
+        texts.append(f"warning light at step {event['step']:.0f}{until}: {event['text']}")
     texts += run.remarks
     if not len(run.rows):
         texts.append("no step has been written yet")

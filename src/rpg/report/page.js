@@ -184,7 +184,7 @@ function render(chart, range) {
   const label = `${chart.title}. ` + read.map((l) => { const v = known(l.raw || l.y); return v.length ? `${l.name}: from ${WORDS[chart.unit](v[0])} to ${WORDS[chart.unit](v[v.length - 1])}` : ""; }).filter(Boolean).join("; ");
   chart.drawn = draw(figure.querySelector(".plot"), lines, {
     height: large ? (window.innerWidth < 700 ? 260 : 380) : 190, unit: chart.unit, axis: state.axis, domain: range,
-    log: chart.log, stacked: chart.stacked && !many, label,
+    log: chart.log, stacked: chart.stacked && !many, label, lights: many ? [] : data.runs[0].lights.map((at) => at[state.axis]),
   });
   const focused = document.activeElement && figure.contains(document.activeElement) ? document.activeElement.textContent : null;
   const strip = figure.querySelector(".tabs");

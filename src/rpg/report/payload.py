@@ -72,7 +72,22 @@ def curves(run: RunData, charts: Sequence[Chart], width: int, ranges: bool) -> R
                 highest[name] = _short(np.maximum.reduceat(np.where(there, values, -np.inf), starts), 3)
         if bad := int(np.isinf(column).sum()):
             lost[name] = bad
-    return {"x": x, "columns": columns, "lowest": lowest, "highest": highest, "lost": lost, "evals": _evals(run)}
+    return {
+        "x": x,
+        "columns": columns,
+        "lowest": lowest,
+        "highest": highest,
+        "lost": lost,
+        "evals": _evals(run),
+        **_lit(run),
+    }
+
+
+def _lit(run: RunData) -> dict[str, list[Row]]:
+    """Where warning lights went on, on each axis."""
+    steps = {int(event["step"]) for event in run.lights}
+    places = [place for place, step in enumerate(run.rows.steps.tolist()) if step in steps]
+    return {"lights": [{axis: short(float(x[place]), 9) for axis, x in run.rows.axes.items()} for place in places]}
 
 
 def _short(values: Column, digits: int = 5) -> list[float | int | None]:

@@ -65,6 +65,13 @@ class RunData:
         return float(np.nanmax(totals, initial=finite(self.summary.get("tokens_total")) or 0.0)) or None
 
     @property
+    def lights(self) -> list[Row]:
+        """Each time that a warning light went on: its name, the step, what it saw, and until when."""
+        told = self.summary.get("lights")
+        known = told if isinstance(told, list) else []
+        return [e for e in known if isinstance(e, dict) and finite(e.get("step")) is not None and "text" in e]
+
+    @property
     def speed(self) -> float | None:
         """Tokens a second: the median over steps."""
         speeds = self.rows.column("speed/tokens_per_s")

@@ -180,18 +180,8 @@ class Trainer:
         self.oom_retry = make_oom_retry(self.policy, planned, held, self.engine.release, context, layout)
         self.updater = Updater(config, method, self.learner, self.optimizer, folder, progress, self.oom_retry, context)
         self.old_logp = OldLogp(config, method.loss, dtype, progress)
-        self.state = RunState(
-            config,
-            world,
-            dtype,
-            self.learner,
-            self.optimizer,
-            self.reference,
-            self.oom_retry,
-            progress,
-            self.source,
-            data,
-        )
+        parts = self.learner, self.optimizer, self.reference, self.oom_retry, progress, self.source, self.updater.probe
+        self.state = RunState(config, world, dtype, *parts, data)
         self.saved = progress.step  # step of the newest checkpoint
         self.stop = Stop()
         self.failure_watch = FailureWatch()
@@ -374,6 +364,8 @@ class Trainer:
             row |= self._evaluate(step, logs)
             seconds["eval"] = time.perf_counter() - start
             best = self.config.checkpoint.best and best_of(self.progress.evals)["step"] == step
+        for text in self.progress.lights.see(step, row):
+            self._warn(text)
         whole = time.perf_counter() - begin
         row |= {f"time/{name}": value for name, value in seconds.items()} | {"time/step": whole}
         row["speed/tokens_per_s"] = row["tokens"] / (whole - seconds.get("eval", 0.0))

@@ -78,6 +78,11 @@ class MixedOptimizer:
         are."""
         return self.schedule_free and len(self._rounded) < len(self.masters)
 
+    @property
+    def stepped(self) -> bool:
+        """Whether it has made a step."""
+        return bool(self.optimizer.state)
+
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Its moments; empty before its first step."""
         return self.optimizer.state.get(self.masters[parameter]) or {}

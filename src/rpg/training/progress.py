@@ -18,6 +18,7 @@ from .. import __version__
 from ..console import describe
 from ..models.policy import Policy
 from ..run.config import Config
+from .health.lights import Lights
 from .phases import gpu_peak_memory_gb, peak_memory_gb
 
 
@@ -51,6 +52,7 @@ class Progress:
     entropy_low: bool = False  # whether the last optimiser step was at the target or below: else the bonus rests
     evals: list[dict[str, Any]] = field(default_factory=list)
     """{"step", "mean" over all sets, "sets": {name: {"mean", "low", "high"}}}"""
+    lights: Lights = field(default_factory=Lights)  # what the warning lights remember
     spent: float = 0.0  # seconds of steps, without evaluations and checkpoints
     started: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     seconds: float = 0.0  # of the run, before this process went on with it
@@ -71,7 +73,8 @@ class Progress:
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Progress:
         values = {f.name: state[f.name] for f in fields(cls) if f.name in state}  # one of an older version has less
-        return cls(**values | {"cursor": SamplingPosition(**state["cursor"])})
+        parts = {"cursor": SamplingPosition(**state["cursor"]), "lights": Lights(**state.get("lights", {}))}
+        return cls(**values | parts)
 
 
 @contextlib.contextmanager
@@ -121,6 +124,7 @@ def summarise(
         "peak_memory_gb": peak_memory_gb(),
         "peak_gpu_memory_gb": gpu_peak_memory_gb(policy.device),
         "reward_failures": progress.cursor.failures,
+        "lights": progress.lights.events,
         "eval": {},
         "versions": {
             "rpg": __version__,

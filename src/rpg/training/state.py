@@ -36,6 +36,7 @@ from ..run.folder import (
 from ..run.logs import RunLogs, check_trackers, write_whole
 from ..run.settings import flat, to_yaml
 from ..run.view import View
+from .health.vitals import Probe
 from .oom_retry import OomRetry
 from .optim import MixedOptimizer, load_optimizer, optimizer_tensors
 from .progress import Progress, over
@@ -79,6 +80,7 @@ class RunState:
     oom_retry: OomRetry
     progress: Progress
     source: SampleSource
+    probe: Probe
     data: dict[str, list[Any]]  # the fingerprint of the task
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
@@ -91,6 +93,8 @@ class RunState:
             tensors["reference"] = weights
         if samples := self.source.state()[1]:
             tensors["samples"] = samples
+        if probe := self.probe.tensors():
+            tensors["probe"] = probe
         if self.world.sharded:
             return {name: gathered(group, keep=self.world.first) for name, group in tensors.items()}
         return tensors
@@ -105,6 +109,7 @@ class RunState:
             "ranks": self.world.size,
             "config": flat(self.config),
             "data": self.data,
+            "probe": self.probe.batch is not None,
             **({"samples": samples} if (samples := self.source.state()[0]) else {}),
         }
 
@@ -121,6 +126,8 @@ class RunState:
         self.reference.load(state["reference"], tensors)
         if samples := state.get("samples"):
             self.source.load(samples, checkpoint.tensors("samples") if samples["tensors"] else {})
+        if state.get("probe"):
+            self.probe.load(checkpoint.tensors("probe"), self.learner.device)
         sizes, now = ("optim.micro_tokens", "optim.recompute", "optim.offload"), _as_json(flat(self.config))
         if all(state["config"].get(key) == now.get(key) for key in sizes):  # else as it is set now
             self.oom_retry.load(state["room"])

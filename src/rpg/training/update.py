@@ -24,6 +24,7 @@ from ..run.config import Config
 from ..run.folder import RunFolder
 from ..run.seeds import permutation
 from .batch import Batch, rank_micro_batches
+from .health.vitals import Probe, Vitals
 from .old_logp import engine_mismatch
 from .oom_retry import OomRetry, make_oom_retry
 from .optim import MixedOptimizer, learning_rate
@@ -89,6 +90,7 @@ class Updater:
         self.progress = Progress() if progress is None else progress
         self.oom_retry = make_oom_retry(policy, config, context=context) if oom_retry is None else oom_retry
         self.context, self.world = context, context.world
+        self.probe = Probe()
         policy.entropy_gradient = method.loss.has_bonus
 
     @property
@@ -115,6 +117,9 @@ class Updater:
         used = 0.0 if self.config.tokens is None else self.progress.tokens_total / self.config.tokens
         means, losses, norms, skipped, lr = Means(), [], [], 0, 0.0
         metrics: dict[str, float] = {}
+        vitals = Vitals()
+        if self.probe.batch is None and not self.optimizer.stepped:
+            self.probe.take(batch)
         first = number = (step - 1) * self.steps_a_batch
         for epoch in range(optim.epochs):
             for rows in self._split(batch, step, epoch):
@@ -131,6 +136,7 @@ class Updater:
                     undo=self.optimizer.zero_grad,
                     whole=self.method.loss.control_variate,
                 )
+                vitals.see(minibatch, logp_BT)
                 if number == first and not self.config.stale:
                     metrics |= engine_mismatch(minibatch, logp_BT)
                 norm = self.optimizer.clip(optim.max_grad_norm, self.world)
@@ -150,8 +156,17 @@ class Updater:
             metrics["entropy_bonus"] = self._bonus()
         if losses:
             metrics |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+        metrics |= vitals.metrics() | self._gone()
         made = {"lr": lr, "skipped": skipped, "optimizer_steps": number - first - skipped}
         return self.world.from_rank0(metrics | means.result() | made)
+
+    def _gone(self) -> dict[str, float]:
+        """How far the policy has gone since the run began."""
+        probe = self.probe.batch
+        if probe is None:  # resumed from a checkpoint of an older version
+            return {}
+        compute = partial(self.probe.kl, self.policy, world=self.world)
+        return {"kl/start": self.oom_retry.run(probe, compute)}
 
     def _bonus(self) -> float:
         """The entropy's coefficient in the next optimiser step."""
