@@ -37,6 +37,7 @@ ROOMS = {
     "export": "a recipe as a run of TRL or verl",
     "report": "runs in, one page out",
     "bench": "speed beside peers and counted floors",
+    "find_recipe": "the recipes that come with the package, by name",
     "api": "a training in a few lines of Python",
     "clip": "`rpg.loss.clip` by its public name",
     "gates": "`rpg.loss.gates` by its public name",
