@@ -114,7 +114,7 @@ def install(requirement: str) -> str:
 
 
 TRAIN = (  # what the extra [train] brings, by the names of its imports
-    *("transformers", "safetensors", "tokenizers", "huggingface_hub", "numpy", "math_verify", "latex2sympy2_extended"),
+    *("transformers", "safetensors", "tokenizers", "huggingface_hub", "math_verify", "latex2sympy2_extended"),
     *("sympy", "datasets", "pyarrow", "yaml", "tensorboard"),
 )
 
