@@ -127,7 +127,7 @@ def test_the_core_needs_torch_and_little_else(core):
 
 
 def test_what_the_core_can_and_cannot(core):
-    assert "rpg.algorithm(\"dapo\", option=…)" in core.rpg("algorithms", "dapo")
+    assert 'rpg.algorithm("dapo", option=…)' in core.rpg("algorithms", "dapo")
     assert "What is wrong, recognised" not in core.rpg("audit", "dapo", "--seeds", "1", "--divergence", "none")
     for command in ("train", "recipes", "report"):
         (line,) = core.rpg(command, *["x"][: command == "report"], code=2).splitlines()
