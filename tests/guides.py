@@ -199,10 +199,10 @@ def _wrong_line(args: list[str]) -> Iterator[str]:
     if parsed.command in ("train", "eval", "export"):
         file = getattr(parsed, "config", None) or getattr(parsed, "recipe", None)
         try:
-            if file is not None and (file.suffix == "" or (ROOT / file).exists()):
-                file = recipe_file(ROOT / file if (ROOT / file).exists() else file)
-            else:  # a file of the reader's
-                file = None
+            if file and not (ROOT / file).exists():  # a recipe's name, or a file of the reader's
+                file = recipe_file(file) if "/" in str(file) and file.suffix != ".yaml" else None
+            else:
+                file = ROOT / file if file else None
             method_of(build(Config, file=file, flags=given(parsed, Config)))
         except ValueError as error:
             yield str(error)
