@@ -37,7 +37,7 @@ $(VENV)/base: pyproject.toml constraints.txt   # what `rpg train` needs, on any 
 	@echo "setting up $(VENV), once: torch, transformers and what they need from PyPI,"
 	@echo "about 0.4 GB; 3 GB or more on Linux, where torch brings CUDA along"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --no-compile -c constraints.txt torch -e . | sed -nE 's/^ *([A-Z][a-z ]+ [^ ]+ \([0-9.]+ [MG]B\)).*/  \1/p'
+	@$(BIN)/pip install --no-compile -c constraints.txt torch -e '.[train]' | sed -nE 's/^ *([A-Z][a-z ]+ [^ ]+ \([0-9.]+ [MG]B\)).*/  \1/p'
 	@touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -183,6 +183,7 @@ def _wrong_script(name: str, args: list[str]) -> Iterator[str]:
 def _wrong_line(args: list[str]) -> Iterator[str]:
     """A whole command: parsed as it would be, settings built, the method made. Files of the reader's need not exist."""
     from rpg.cli import build_parser
+    from rpg.find_recipe import recipe_file
     from rpg.run.config import Config
     from rpg.run.settings import build, given
     from rpg.training.setup import method_of
@@ -198,7 +199,10 @@ def _wrong_line(args: list[str]) -> Iterator[str]:
     if parsed.command in ("train", "eval", "export"):
         file = getattr(parsed, "config", None) or getattr(parsed, "recipe", None)
         try:
-            file = ROOT / file if file and (ROOT / file).exists() else None
+            if file and not (ROOT / file).exists():  # a recipe's name, or a file of the reader's
+                file = recipe_file(file) if "/" in str(file) and file.suffix != ".yaml" else None
+            else:
+                file = ROOT / file if file else None
             method_of(build(Config, file=file, flags=given(parsed, Config)))
         except ValueError as error:
             yield str(error)

@@ -111,6 +111,7 @@ WRONG = [
     ("```python\n# mine.py: rpg train --sed 1\n```", "unknown option --sed"),
     (sh("rpg train --steps 1 \\\n  --sed 1"), "unknown option --sed"),
     (sh("rpg train --config recipes/gone.yaml"), "there is no recipes/gone.yaml"),
+    (sh("rpg train --config builtin/dpao"), "did you mean builtin/dapo?"),
     (sh("rpg audit gpro"), "no algorithm gpro"),
     (sh("rpg audit --drft 1"), "unknown option --drft; did you mean --drift?"),
     ("`rpg audit --drft`", "rpg audit knows no --drft"),

@@ -38,6 +38,7 @@ ROOMS = {
     "report": "runs in, one page out",
     "study": "settings × seeds as runs, compared with intervals",
     "bench": "speed beside peers and counted floors",
+    "find_recipe": "the recipes that come with the package, by name",
     "api": "a training in a few lines of Python",
     "clip": "`rpg.loss.clip` by its public name",
     "gates": "`rpg.loss.gates` by its public name",

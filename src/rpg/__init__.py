@@ -58,6 +58,8 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOME[name] == "api" and (why := import_module(".console", __name__).more_than_core()):
+        raise ImportError(f"rpg.{name} {why}")
     module = import_module(f".{_HOME[name]}", __name__)
     value: object = module if _HOME[name].split(".")[-1] == name else getattr(module, name)
     globals()[name] = value

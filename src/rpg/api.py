@@ -18,6 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .find_recipe import recipe_file
 from .run.auto import settled
 from .run.config import Config
 from .run.folder import LATEST, SETTINGS, folder_to_resume, is_run, settings_of, settings_to_resume
@@ -47,8 +48,9 @@ def train(
 ) -> Run:
     """Train to the end, or until stopped, and give the run.
 
-    ``config`` is a YAML file or a Config; None has the defaults: the built-in model on the built-in task. ``settings``
-    are the keys of the YAML, which go before it: ``steps=20, rollout={"prompts": 4}`` or ``**{"rollout.prompts": 4}``.
+    ``config`` is a YAML file, a recipe's name (builtin/dapo) or a Config; None has the defaults: the built-in model on
+    the built-in task. ``settings`` are the keys of the YAML, which go before it: ``steps=20, rollout={"prompts": 4}``
+    or ``**{"rollout.prompts": 4}``.
     With ``resume`` the run in ``output`` goes on from its newest checkpoint, with the settings it has; ``trust``: also
     with code that they name, if somebody else made the run.
 
@@ -104,7 +106,7 @@ def configure(
     if isinstance(config, Config):
         chosen = _kept(change(config, settings or {}))
     else:
-        file = None if config is None else Path(config)
+        file = None if config is None else recipe_file(Path(config))
         if resume and file is None:
             folder = folder_to_resume(str({**(flags or {}), **(settings or {})}.get("output", Config.output)))
             file = settings_to_resume(folder)

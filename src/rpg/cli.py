@@ -19,12 +19,24 @@ from .commands.bench import add_bench
 from .commands.evaluate import add_eval
 from .commands.export import add_export
 from .commands.merge import add_merge
+from .commands.recipes import add_recipes
 from .commands.report import add_report
 from .commands.sample import add_chat, add_sample
 from .commands.study import add_study
 from .commands.tasks import add_tasks
 from .commands.train import add_train
-from .console import Mistake, choose, complain, discard, first_of_launch, open_streams, printable, reaches
+from .console import (
+    Mistake,
+    choose,
+    complain,
+    discard,
+    first_of_launch,
+    more_than_core,
+    namesake,
+    open_streams,
+    printable,
+    reaches,
+)
 from .run.settings import unknown_argument, unknown_flag
 from .secrets import hidden, instead, keep_hidden
 
@@ -36,10 +48,12 @@ COMMANDS_ELSEWHERE = {  # what others call them: for "did you mean"
     "sample": ("generate", "infer", "predict"),
     "chat": ("talk", "repl"),
     "tasks": ("data", "datasets"),
+    "recipes": ("recipe", "configs", "examples"),
     "audit": ("check", "verify"),
     "export verl": ("verl",),
     "export trl": ("trl",),
 }
+OF_CORE = ("algorithms", "audit")  # the commands that need torch and no more
 SPINS = "500"  # a few microseconds; benchmarks/busy_core.py measures what it costs and what it saves
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -85,6 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    if first_of_launch() and (why := namesake()):
+        complain(f"rpg: {why}")
+    if args.command not in OF_CORE and (why := more_than_core()):
+        parser.exit(2, f"rpg {args.command} {why}\n")
     _keep_secrets(args)
     args.line = hidden(shlex.join(["rpg", *argv]))
     for stream in (sys.stdout, sys.stderr):
@@ -143,6 +161,7 @@ def build_parser() -> Parser:
         add_chat,
         add_merge,
         add_tasks,
+        add_recipes,
         add_report,
         add_study,
         add_export,

@@ -113,6 +113,31 @@ def install(requirement: str) -> str:
     return f"{command} {shlex.quote(_came_from(requirement))}"
 
 
+TRAIN = (  # what the extra [train] brings, by the names of its imports
+    *("transformers", "safetensors", "tokenizers", "huggingface_hub", "math_verify", "latex2sympy2_extended"),
+    *("sympy", "datasets", "pyarrow", "yaml", "tensorboard"),
+)
+
+
+def more_than_core() -> str | None:
+    """Why this needs more than `pip install rpg-rl` has brought; None, if it is there."""
+    if all(name in sys.modules or find_spec(name) for name in TRAIN):
+        return None
+    return f"needs more than the core: {install('rpg-rl[train]')}"
+
+
+def namesake() -> str | None:
+    """PyPI's rpg is somebody else's tool, with the same import name and command: what to do where it is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        theirs = version("rpg")
+    except PackageNotFoundError:
+        return None
+    again = f"{install('rpg-rl')} --force-reinstall --no-deps"
+    return f"another package, rpg {theirs}, has the same files and command: pip uninstall rpg, then {again}"
+
+
 def _from_here(path: Path) -> str:
     """Relative to the working directory, where it is inside."""
     with contextlib.suppress(ValueError, OSError):

@@ -1,12 +1,13 @@
 """What the settings of a method are made into, and what is said of mistakes in them."""
 
 import pytest
+import torch
 
 import rpg
 from rpg.export.recipe import loss_options
 from rpg.loss.gates import BY_NAME
 from rpg.run.config import Config, ReferenceConfig, RolloutConfig
-from rpg.training.setup import algorithm_of, method_of, warnings_about
+from rpg.training.setup import algorithm_of, method_of, pick_device, warnings_about
 
 MISTAKES = [
     ("high-entropy", {"share": "abc"}, "loss.share must be a number; got 'abc'"),
@@ -101,3 +102,32 @@ def test_what_a_teacher_does_not_go_with():
     )
     for name, anchor in (("distill", "frozen"), ("rpg-urkl", "frozen"), ("grpo", "frozen"), ("warp", "frozen")):
         assert method_of(Config(algorithm=name, reference=ReferenceConfig(model="t"))).anchor == anchor
+
+
+@pytest.fixture
+def apples_gpu(monkeypatch):
+    """A machine with Apple's GPU, which holds every type but float64; yields what it can hold."""
+    there, empty = {torch.float32}, torch.empty
+
+    def on_mps(*size, dtype=torch.float32, device=None):
+        if torch.device(device).type == "mps" and dtype not in there:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        return empty(*size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", on_mps)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return there
+
+
+def test_a_gpu_that_cannot_draw_tokens_is_left_alone_and_refused_by_name(apples_gpu):
+    assert pick_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match=r"^device 'mps' has no float64, in which tokens are drawn: --device cpu runs"):
+        pick_device("mps")
+
+
+def test_one_that_can_comes_after_cuda_and_before_the_cpu(apples_gpu, monkeypatch):
+    apples_gpu.add(torch.float64)
+    assert pick_device("auto").type == pick_device("mps").type == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto").type == "cuda"

@@ -62,7 +62,7 @@ def peak_gib(device: str) -> float:
     from ..training.phases import gpu_peak_memory_gb, peak_memory_gb
 
     on_gpu = gpu_peak_memory_gb(torch.device(device))
-    return peak_memory_gb() if on_gpu is None else on_gpu
+    return (peak_memory_gb() or 0.0) if on_gpu is None else on_gpu
 
 
 def recorder(section: Section, sizes: Sizes, watch: Watch) -> Callable[[str, Callable[[], Numbers]], None]:

@@ -24,10 +24,10 @@ from the recipe's model or from a checkpoint of rpg train. What the engine canno
 
 EXAMPLES = """\
 examples:
-  rpg export verl recipes/gsm8k/qwen2.5-coder-0.5b/rpg-urkl.yaml -o verl-run --gpus 8
-  rpg export verl runs/mine/config.yaml --from runs/mine --steps 400      go on where rpg train stopped
-  rpg export verl recipes/builtin/dr-grpo.yaml --async --gpus 4 --rollout-gpus 4    sampling and training at once
-  rpg export trl recipes/builtin/rpg-urkl.yaml -o trl-run                 also runs on a CPU"""
+  rpg export verl gsm8k/qwen2.5-coder-0.5b/rpg-urkl -o verl-run --gpus 8
+  rpg export verl runs/mine/config.yaml --from runs/mine --steps 400    go on where rpg train stopped
+  rpg export verl builtin/dr-grpo --async --gpus 4 --rollout-gpus 4    sampling and training at once
+  rpg export trl builtin/rpg-urkl -o trl-run      also runs on a CPU"""
 VERL_FILES = """\
 train.parquet, one parquet file for each test set, reward.py (rpg's own rewards) and run.sh, the whole command of
 `python -m verl.trainer.main_ppo` with every setting. With --async it is that of verl's fully asynchronous trainer. rpg
@@ -59,7 +59,12 @@ def add_export(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add = engine.add_argument
-        add("recipe", type=Path, metavar="RECIPE", help="settings in YAML, as for rpg train --config")
+        add(
+            "recipe",
+            type=Path,
+            metavar="RECIPE",
+            help="settings in YAML, as for rpg train --config: a file, or a recipe's name",
+        )
         free = f"export/RECIPE-{name}, or the first of -2, -3, … that is free"
         add("-o", "--folder", type=Path, metavar="FOLDER", help=f"where to (default: {free})")
         add("--from", dest="begin", type=Path, metavar="RUN", help="start from a checkpoint of this run of rpg train")

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from ..api import configure, fit
-from ..console import Mistake, clock, discard, first_of_launch, own_command, printable, reaches, several, steps_text
+from ..console import (
+    Mistake,
+    clock,
+    discard,
+    first_of_launch,
+    fixed,
+    own_command,
+    printable,
+    reaches,
+    several,
+    steps_text,
+)
 from ..run.auto import refuse_ruin, settled
 from ..run.config import Config
 from ..run.folder import read_rows
@@ -37,7 +48,9 @@ def add_train(commands: Any) -> None:
         "[--resume] [--dry-run [DEVICE]] [--section.key VALUE …]",
         description="Train a model with a policy-gradient method. Settings come from a YAML file, then from flags.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML (see recipes/)")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="settings: a YAML file, or a recipe by name (rpg recipes)"
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -110,7 +123,7 @@ def _closing(summary: dict[str, Any], config: Config) -> str:
         best = f"best {scores['best']:.1%} at step {scores['best_step']}"
         lines.append(f"{name} → {scores['last']:.1%} {interval}, {best}")
     on_gpu = summary["peak_gpu_memory_gb"]
-    memory = f"{summary['peak_memory_gb']:.2f} GB" if on_gpu is None else f"{on_gpu:.1f} GB of the GPU's memory"
+    memory = f"{fixed(2)(summary['peak_memory_gb'])} GB" if on_gpu is None else f"{on_gpu:.1f} GB of the GPU's memory"
     lines.append(f"{steps_text(summary['step'])} in {clock(summary['seconds'])}, {memory} at most")
     return "\n".join([*lines, "next:", *(f"  {line}" for line in _next_commands(config))])
 

@@ -16,6 +16,7 @@ from ..kernels.decode import has_8_bits
 GPU_OVERHEAD = 36e-6, 8e-3  # seconds a layer of a decoding step (a captured graph), of a training pass (its launches)
 CPU_OVERHEAD = 1e-3, 2e-3
 REACHED = 779 / 989.4, 4.268 / 4.8  # of the published rates, by the H200 of docs/speed-table.md
+LAPTOP = 8 * 2**30  # bytes of memory
 PCIE_5, PCIE_4 = 50e9, 25e9  # bytes a second between host and device, of 16 lanes
 
 
@@ -100,7 +101,9 @@ def at_hand(device: torch.device) -> Device:
 
 
 def physical_memory() -> int:
-    """Of this machine, in bytes."""
+    """Of this machine, in bytes; where the system does not say (Windows), as much as a laptop has."""
+    if not hasattr(os, "sysconf"):
+        return LAPTOP
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

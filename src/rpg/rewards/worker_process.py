@@ -37,6 +37,8 @@ ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 class WorkerProcess:
     def __init__(self, setup: bytes) -> None:
+        if os.name == "nt":
+            raise ValueError("a reward function of your own runs in processes that Windows does not have: take WSL")
         self.socket, theirs = socket.socketpair()
         watched, self._lifeline = os.pipe()  # its end tells them that this process is gone
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import itertools
 import json
@@ -13,12 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows: nothing keeps two processes out of one folder there
+    fcntl = None  # type: ignore[assignment]
+
 AUTO = "auto"  # output: the next free folder in RUNS
 RUNS = Path("runs")
 LATEST = RUNS / "latest"
 MARKER = "run.id"
 SETTINGS = "config.yaml"
 WRITTEN = (MARKER, "metrics.jsonl", "summary.json")  # one of them, or a checkpoint, makes a folder a run's
+A_FOLDER = getattr(os, "O_DIRECTORY", 0)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a link in a folder from elsewhere may lead to any file
 FILES = (SETTINGS, "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
 FOLDERS = ("checkpoints", "tensorboard", "bad", "model", "trainer")  # the last two are a checkpoint's
@@ -140,7 +145,7 @@ class RunFolder:
         self.mark(new_id())
 
     def lock(self) -> None:
-        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(self.path, os.O_RDONLY | A_FOLDER)
         try:
             _lock(handle, self.path)
         except BaseException:
@@ -277,6 +282,8 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
 
 
 def _lock(handle: int, folder: Path, wait: bool = False) -> None:
+    if fcntl is None:
+        return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:

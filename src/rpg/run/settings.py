@@ -19,11 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from ..console import nearest
 from ..secrets import without_secrets
-from ..yaml_text import dump_yaml, load_yaml, read_yaml
 
 T = TypeVar("T")
 SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -240,6 +237,8 @@ def build(cls: type[T], *, file: Path | None = None, flags: Mapping[str, Any] | 
     """Flags over the file over the defaults. Flags: values by path, as text or already of their type."""
     values: dict[str, Any] = {}
     if file is not None:
+        from ..yaml_text import read_yaml  # PyYAML is no part of the core
+
         try:
             _put(_flatten(read_yaml(file), cls), cls, values, text=False)
         except ValueError as error:
@@ -369,6 +368,8 @@ def change(config: T, values: Mapping[str, Any]) -> T:
 def to_yaml(config: Any) -> str:
     """Every value, in the order of the fields, an empty line before each section. build() reads it back exactly, but
     for secrets, which are left out."""
+    from ..yaml_text import dump_yaml
+
     text = ""
     for name, value in _written_values(config).items():
         text += "\n" if is_dataclass(getattr(config, name)) else ""
@@ -385,6 +386,10 @@ def _written_values(config: Any) -> dict[str, Any]:
 
 def _scalar(value: str) -> Any:
     """Text as YAML reads it."""
+    import yaml
+
+    from ..yaml_text import load_yaml
+
     try:
         return load_yaml(value)
     except (yaml.YAMLError, ValueError, RecursionError):

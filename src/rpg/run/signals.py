@@ -12,7 +12,8 @@ from typing import Any
 
 from ..console import several
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANGUP = getattr(signal, "SIGHUP", None)  # which Windows does not have
+STOPPING = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None)
 ECHO = (
     10.0  # seconds: schedulers signal all processes of a job, and torchrun passes on what it gets: that is one signal
 )
@@ -60,7 +61,7 @@ def _handled(handler: Any) -> Iterator[None]:
     before = {}
     try:
         for number in STOPPING:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
+            if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: it stays ignored
                 before[number] = signal.signal(number, handler)
     except ValueError:  # not the main thread: the caller's signals stay as they are
         pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Callable, Mapping
 from time import perf_counter
@@ -80,7 +79,8 @@ class Phases:
     def metrics(self) -> dict[str, float]:
         """Peaks since the run began: of the process, and of the GPU, in either phase too."""
         self._note_peak()
-        row, on_gpu = {"memory/peak_gb": peak_memory_gb()}, gpu_peak_memory_gb(self.device)
+        peak, on_gpu = peak_memory_gb(), gpu_peak_memory_gb(self.device)
+        row = {} if peak is None else {"memory/peak_gb": peak}
         if on_gpu is not None:
             row["memory/gpu_peak_gb"] = on_gpu
         return row | {f"memory/gpu_{phase}_gb": peak / 2**30 for phase, peak in self.peaks.items()}
@@ -104,8 +104,12 @@ def pinned(tensors: Mapping[State, Tensor], device: torch.device) -> dict[State,
     return places
 
 
-def peak_memory_gb() -> float:
-    """Of this process, in host memory."""
+def peak_memory_gb() -> float | None:
+    """Of this process, in host memory; None where the system does not say (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 

@@ -411,7 +411,9 @@ def make_engine(policy: Policy, config: Config, layout: Layout, context: RunCont
 
 def pick_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        devices = (torch.device(kind) for kind, is_there in there.items() if is_there)
+        return next(filter(has_float64, devices), torch.device("cpu"))
     device = named_device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(NO_GPU.format(name))
@@ -421,7 +423,18 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(NO_GPU.format(name)) from error
     except Exception as error:  # each backend has its own kinds
         raise ValueError(f"device {name!r} is not to be had: {first_line(error)}") from error
+    if not has_float64(device):
+        raise ValueError(f"device {name!r} has no float64, in which tokens are drawn: --device cpu runs without")
     return device
+
+
+def has_float64(device: torch.device) -> bool:
+    """Apple's GPUs (mps) do not: the engine could not draw a token."""
+    try:
+        torch.empty(1, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
