@@ -19,6 +19,7 @@ from .commands.bench import add_bench
 from .commands.evaluate import add_eval
 from .commands.export import add_export
 from .commands.merge import add_merge
+from .commands.replay import add_replay
 from .commands.report import add_report
 from .commands.sample import add_chat, add_sample
 from .commands.tasks import add_tasks
@@ -36,6 +37,7 @@ COMMANDS_ELSEWHERE = {  # what others call them: for "did you mean"
     "chat": ("talk", "repl"),
     "tasks": ("data", "datasets"),
     "audit": ("check", "verify"),
+    "replay": ("compare", "record"),
     "export verl": ("verl",),
     "export trl": ("trl",),
 }
@@ -143,6 +145,7 @@ def build_parser() -> Parser:
         add_merge,
         add_tasks,
         add_report,
+        add_replay,
         add_export,
         add_audit,
         add_algorithms,
