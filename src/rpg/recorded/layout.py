@@ -19,7 +19,10 @@ from ..console import choose, first_line
 
 NEEDED = ("ids", "prompt_length", "old_logp", "reward", "group")
 OPTIONAL = ("mask", "response_length", "rollout_logp", "ref_logp", "advantages", "kept_count", "kept_ids")
-METADATA = ("temperature", "model", "dtype", "step", "trainer", "method", "measured", "denominator", "reward_range")
+METADATA = (
+    *("temperature", "model", "dtype", "step", "trainer", "method", "measured"),
+    *("denominator", "reward_range", "reward_of"),
+)
 SURE = 1e-3  # a log-probability may be above 0 by rounding
 
 
@@ -56,7 +59,7 @@ class Recorded:
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | None], about: Mapping[str, Any]) -> None:
     """Tensors by their names in the file. It is checked first, and there whole or not at all."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
     checked(given, about)
@@ -64,7 +67,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | None], ab
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     said = {name: json.dumps(value) for name, value in about.items() if value is not None}
-    save_file(given, part, said)
+    part.write_bytes(save(given, said))
     os.replace(part, path)
 
 

@@ -19,7 +19,7 @@ from ..models.policy import Policy
 from ..recorded.layout import Recorded, read
 from ..run.folder import RECORDED
 from ..training.batch import Batch
-from .gradients import gradients, score
+from .gradients import all_gradients, score
 from .methods import Compared, betas, bounds, compared, exact
 from .results import Family, Replayed, entries, far_away, worst_disagreement
 from .vectors import Multiple, Pool, Scores, coefficients, measured
@@ -60,7 +60,7 @@ def replay(
             left_out[one.name] = str(error)
     if not families:
         raise ValueError(f"no method can be replayed: {next(iter(left_out.values()))}")
-    found = gradients(policy, batch, scores, pool, tokens, progress, host_bytes)
+    found = all_gradients(policy, batch, scores, pool, tokens, progress, host_bytes)
     rows, cosines = entries(families, found)
     out = Replayed(
         path=path,
@@ -133,6 +133,8 @@ def _notes(out: Replayed, recorded: Recorded, scores: Scores) -> list[str]:
         name, apart = worst_disagreement(out.ran, out.measured)
         if apart > CLOSE:
             notes.append(f"{name} differs by {apart:.1%} from what the trainer measured: another model, dtype or loss?")
+    if recorded.about.get("reward_of"):
+        notes.append("the trainer gave no rewards: the advantages that ran stand for them")
     if recorded.ref_logp_BT is None:
         notes.append("no ref_logp in the file: every KL is anchored at old, the policy that sampled")
     if out.groups < 2:

@@ -51,7 +51,7 @@ def score(policy: Policy, batch: Batch, tokens: int) -> tuple[Tensor, Tensor]:
     return logp_BT, entropy_BT
 
 
-def gradients(
+def all_gradients(
     policy: Policy,
     batch: Batch,
     scores: Scores,
