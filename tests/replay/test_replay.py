@@ -100,7 +100,7 @@ def done(recorded):
 
 
 def direct(recorded, one, rows=slice(None)):
-    """The gradient by autograd through the model, padded, of a method's loss on the whole batch: the part of ``rows``."""
+    """By autograd through the padded model, the gradient of a method's loss on the batch: the part of ``rows``."""
     batch, policy = recorded.batch, Policy.load(str(recorded.path.with_suffix("")))
     logits = policy.model(batch.ids_BL).logits.float() / batch.about["temperature"]
     places = (batch.prompt_length_B[:, None] - 1 + torch.arange(batch.mask_BT.shape[1])).clamp(max=len(logits[0]) - 2)
@@ -135,7 +135,9 @@ def test_gradients_are_those_of_autograd(recorded, done):
     assert [entry.name for entry in done.entries] == [one.name for one in chosen]
     places = [i for i, one in enumerate(chosen) if one.name != "clip-cov"]  # its random few depend on the last bits
     found = [direct(recorded, chosen[i]) for i in places]
-    for entry, g, cosines in zip((done.entries[i] for i in places), found, (done.cosines[i] for i in places), strict=True):
+    for entry, g, cosines in zip(
+        (done.entries[i] for i in places), found, (done.cosines[i] for i in places), strict=True
+    ):
         row = [cosines[i] for i in places]
         assert entry.grad_norm == pytest.approx(float(g.norm()), rel=1e-5), entry.name
         for other, value in zip(found, row, strict=True):
@@ -166,7 +168,9 @@ def test_exact_weights_and_settings_are_those_of_autograd(recorded, done, name):
 
 def test_what_is_called_exact_is_right_without_a_clip(tmp_path):
     """A method that is exact as it stands has cosine 1; GRPO's penalty, which lost its weight, has not."""
-    done = Recorded(Case("rpg-reinforce-urkl", {"beta": 0.3, "mismatch": "exact"}), tmp_path, clip=None).replayed("grpo")
+    done = Recorded(Case("rpg-reinforce-urkl", {"beta": 0.3, "mismatch": "exact"}), tmp_path, clip=None).replayed(
+        "grpo"
+    )
     assert done.ran.cosine_exact == pytest.approx(1, abs=1e-6)
     assert done.entries[1].cosine_exact < 0.99
 
@@ -190,7 +194,10 @@ def test_how_the_work_is_cut_changes_nothing(recorded, done, monkeypatch):
     assert len(cut.entries) == 4
     for entry in cut.entries:
         same = whole[entry.name]
-        assert (entry.grad_norm, entry.sd) == (pytest.approx(same.grad_norm, rel=1e-5), pytest.approx(same.sd, rel=1e-5))
+        assert (entry.grad_norm, entry.sd) == (
+            pytest.approx(same.grad_norm, rel=1e-5),
+            pytest.approx(same.sd, rel=1e-5),
+        )
 
 
 def test_sketches_keep_cosines(recorded, done, monkeypatch):

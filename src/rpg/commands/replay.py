@@ -47,8 +47,8 @@ def add_replay(commands: Any) -> None:
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    from ..replay import find, model_of, page, read, replay, table
     from ..models.policy import Policy
+    from ..replay import find, model_of, page, read, replay, table
     from ..training.setup import pick_device, pick_dtype
 
     if args.micro_tokens < 1:
@@ -66,9 +66,7 @@ def run_replay(args: argparse.Namespace) -> int:
     with one_line(f"cannot load the model {name}: "):
         policy = Policy.load(name, device=device, dtype=dtype)
     with one_line("", ValueError), _progress() as progress:
-        done = replay(
-            recorded, policy, args.methods, tokens=args.micro_tokens, path=str(path), progress=progress
-        )
+        done = replay(recorded, policy, args.methods, tokens=args.micro_tokens, path=str(path), progress=progress)
     done = replace(done, command=args.line, model=name)
     _write(done, args, output, page.html(done))
     if args.json != "-":

@@ -22,7 +22,7 @@ from ..training.batch import Batch
 from .gradients import all_gradients, score
 from .methods import Compared, betas, bounds, compared, exact
 from .results import Family, Replayed, entries, far_away, worst_disagreement
-from .vectors import Multiple, Pool, Scores, coefficients, measured
+from .vectors import BatchScores, Multiple, VectorPool, coefficients, measured
 
 CLOSE = 1e-3  # a replay that is further than this from what the trainer measured is told
 
@@ -45,14 +45,14 @@ def replay(
     progress("log-probabilities")
     logp_BT, entropy_BT = score(policy, batch, tokens)
     mask_BT = recorded.mask_BT.to(policy.device)
-    scores = Scores(
+    scores = BatchScores(
         logp_BT * mask_BT,
         entropy_BT * mask_BT,
         recorded.old_logp_BT.to(policy.device),
         mask_BT,
         recorded.group_B.to(policy.device),
     )
-    pool, families = Pool(), []
+    pool, families = VectorPool(), []
     for one in chosen:
         try:
             families.append(_family(one, scores, pool))
@@ -102,7 +102,7 @@ def as_batch(recorded: Recorded, device: torch.device) -> Batch:
     )
 
 
-def _family(one: Compared, scores: Scores, pool: Pool) -> Family:
+def _family(one: Compared, scores: BatchScores, pool: VectorPool) -> Family:
     base = coefficients(one, scores)
 
     def less(other: Compared) -> Multiple:
@@ -125,7 +125,7 @@ def _without_rounding(difference: Tensor, base: Tensor) -> Tensor:
     return difference.masked_fill(difference.abs() <= 1e-14 * base.abs(), 0)
 
 
-def _notes(out: Replayed, recorded: Recorded, scores: Scores) -> list[str]:
+def _notes(out: Replayed, recorded: Recorded, scores: BatchScores) -> list[str]:
     notes = []
     if (text := far_away(scores.logp_BT, scores.old_logp_BT, scores.mask_BT)) is not None:
         notes.append(text)

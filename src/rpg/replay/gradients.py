@@ -17,7 +17,7 @@ from torch import Tensor
 from ..costs.devices import host_memory
 from ..models.policy import Policy
 from ..training.batch import Batch, micro_batches
-from .vectors import Pool, Scores
+from .vectors import BatchScores, VectorPool
 
 SKETCH = 1_048_573  # numbers a sketch has (a prime): an inner product is known to about 1/√SKETCH = 0.001 of |x|·|y|
 SHARE = 0.5  # of free memory that gradients may take
@@ -54,8 +54,8 @@ def score(policy: Policy, batch: Batch, tokens: int) -> tuple[Tensor, Tensor]:
 def all_gradients(
     policy: Policy,
     batch: Batch,
-    scores: Scores,
-    pool: Pool,
+    scores: BatchScores,
+    pool: VectorPool,
     tokens: int,
     progress: Callable[[str], None] = lambda text: None,
     host_bytes: int | None = None,
@@ -81,7 +81,7 @@ def all_gradients(
         sums, of_groups = work.chunk(chunk)
         squares += of_groups
         for flat_P in map(_flat, sums):
-            norms.append(float(flat_P.double().square().sum()) if size < BLOCK else float(flat_P.norm()) ** 2)
+            norms.append(float(_square([flat_P])))
             totals.append(_sketch(flat_P) if sketched else flat_P.cpu())
         del sums
     gram_VV = _gram(totals, policy.device)
@@ -123,7 +123,7 @@ class _Work:
                         torch._foreach_add_(part, found)
                     if n == len(of_group):
                         torch._foreach_add_(sums[v], part)
-                        group_squares.append(torch.stack(torch._foreach_norm(part)).double().square().sum())
+                        group_squares.append(_square(part))
                         parts[v] = None
             squares += torch.stack(group_squares).cpu()
         return sums, squares.tolist()
@@ -158,7 +158,7 @@ class _Work:
 def _pieces(policy: Policy, batch: Batch, group_B: Tensor, tokens: int) -> list[list[Tensor]]:
     """Of every group its rows, in pieces of at most so many tokens."""
     out = []
-    for group in group_B.unique().tolist():
+    for group in range(int(group_B.max()) + 1):
         rows = (group_B == group).nonzero()[:, 0]
         rows = rows[batch.mask_BT[rows].any(-1)]
         if len(rows):
@@ -170,10 +170,15 @@ def _flat(parts: list[Tensor]) -> Tensor:
     return torch.cat([x.flatten() for x in parts])
 
 
+def _square(parts: list[Tensor]) -> Tensor:
+    """Σx², summed in float64: of a million numbers float32 is off by 1e-4."""
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in parts]).square().sum()
+
+
 def _sketch(flat_P: Tensor) -> Tensor:
     """Random signs, then sums of what falls on the same place modulo SKETCH: inner products are kept on average."""
     out = torch.zeros(SKETCH, device=flat_P.device)
-    for number, part in enumerate(flat_P.split(SKETCH)):
+    for number, part in enumerate(torch.split(flat_P, SKETCH)):
         signs = torch.randint(0, 2, (len(part),), generator=torch.Generator().manual_seed(number), dtype=torch.int8)
         out[: len(part)] += part * (2 * signs.to(flat_P.device) - 1)
     return out.cpu()

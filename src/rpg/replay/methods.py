@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..console import choose
-from ..loss.clip import KL3, Box, Clip, DualClip, LogBox, TrustRegion, Truncate
+from ..loss.clip import KL3, Box, Clip, DualClip, LogBox, Truncate, TrustRegion
 from ..loss.methods import Algorithm, algorithm, algorithms
 from ..loss.mismatch import Mismatch
 from ..loss.objective import DIVERGENCES

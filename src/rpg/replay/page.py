@@ -1,4 +1,4 @@
-"""A replay as one self-contained HTML page, in the style of the audit's: no script, no network, figures as inline SVG."""
+"""A replay as one self-contained HTML page, in the audit's style: no script, no network, figures as inline SVG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ..audit import page as audit_page
 from ..audit.page import data, dot_strip, linear_scale, log_scale
 from ..console import duration, number, tag, unbroken
-from .results import Change, Entry, Replayed
+from .results import Change, MethodRow, Replayed
 from .table import cosine, findings, head, moved, share
 
 STYLE = Path(audit_page.__file__).with_name("page.css")
@@ -51,7 +51,7 @@ def _header(done: Replayed) -> str:
     return tag("header", kicker, tag("h1", escape(title(done))), tag("p", escape(lede), class_="lede"), *notes)
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: MethodRow) -> str:
     return tag("th", escape(entry.name), " " + tag("small", "ran") if entry.ran else "", scope="row")
 
 
@@ -90,7 +90,11 @@ def noise_section(done: Replayed) -> str:
     scale = log_scale(10.0**low, 10.0**high)
     ticks = [(10.0**k, f"{10.0**k:g}", True) for k in range(low, high + 1)]
     rows = (
-        tag("tr", _name(e), tag("td", dot_strip(max(e.snr, 1e-3), number(e.snr), "exact" if e.ran else "plain", scale, ticks)))
+        tag(
+            "tr",
+            _name(e),
+            tag("td", dot_strip(max(e.snr, 1e-3), number(e.snr), "exact" if e.ran else "plain", scale, ticks)),
+        )
         for e in sorted(known, key=lambda e: -e.snr)
     )
     text = (
@@ -105,7 +109,16 @@ def exact_section(done: Replayed) -> str:
     scale = linear_scale(1.0)
     ticks = [(x / 4, f"{x / 4:g}", x % 2 == 0) for x in range(5)]
     rows = [
-        tag("tr", _name(e), tag("td", dot_strip(max(0.0, e.cosine_exact), cosine(e.cosine_exact), "exact" if e.ran else "plain", scale, ticks)))
+        tag(
+            "tr",
+            _name(e),
+            tag(
+                "td",
+                dot_strip(
+                    max(0.0, e.cosine_exact), cosine(e.cosine_exact), "exact" if e.ran else "plain", scale, ticks
+                ),
+            ),
+        )
         for e in sorted(known, key=lambda e: -e.cosine_exact)
     ]
     text = (
@@ -134,12 +147,20 @@ def cosine_section(done: Replayed) -> str:
     top = tag("tr", tag("th"), *(tag("th", str(i), scope="col") for i in range(1, len(done.entries) + 1)))
     rows = []
     for i, (e, row) in enumerate(zip(done.entries, done.cosines, strict=True), 1):
-        cells = (tag("td", "–" if math.isnan(x) else f"{x:.2f}", class_=None if math.isnan(x) else _grade(x)) for x in row)
+        cells = (
+            tag("td", "–" if math.isnan(x) else f"{x:.2f}", class_=None if math.isnan(x) else _grade(x)) for x in row
+        )
         rows.append(tag("tr", tag("th", f"{i} {escape(e.name)}", scope="row"), *cells))
     columns = '<colgroup><col class="name"></colgroup>'
     table = tag("table", columns, tag("thead", top), tag("tbody", *rows, class_="group"), class_="heat")
     text = "Cosines of the methods' gradients. At 1 two methods take the same step here, whatever their names."
-    return tag("section", tag("h2", "Between methods"), tag("p", text), tag("figure", tag("div", table, class_="scroll")), id="cosines")
+    return tag(
+        "section",
+        tag("h2", "Between methods"),
+        tag("p", text),
+        tag("figure", tag("div", table, class_="scroll")),
+        id="cosines",
+    )
 
 
 def _change(change: Change | None) -> str:
@@ -150,19 +171,36 @@ def _change(change: Change | None) -> str:
 
 
 def sensitivity_section(done: Replayed) -> str:
-    top = ["method", "β", *(f"β {FACTORS[f]}" for f in (0.0, 0.5, 2.0)), "clip", *(f"clip {FACTORS[f]}" for f in (0.5, 2.0))]
+    top = [
+        "method",
+        "β",
+        *(f"β {FACTORS[f]}" for f in (0.0, 0.5, 2.0)),
+        "clip",
+        *(f"clip {FACTORS[f]}" for f in (0.5, 2.0)),
+    ]
     rows = []
     for e in done.entries:
         beta = "–" if e.beta is None else f"{e.beta:g}"
         of_beta = [_change(e.betas.get(f)) for f in (0.0, 0.5, 2.0)]
         of_clip = [_change(e.bounds.get(f)) for f in (0.5, 2.0)]
         rows.append(tag("tr", _name(e), tag("td", beta), *of_beta, tag("td", escape(e.clip)), *of_clip))
-    table = tag("table", tag("thead", tag("tr", *(tag("th", escape(t), scope="col") for t in top))), tag("tbody", *rows), class_="details")
+    table = tag(
+        "table",
+        tag("thead", tag("tr", *(tag("th", escape(t), scope="col") for t in top))),
+        tag("tbody", *rows),
+        class_="details",
+    )
     text = (
         "|g' − g| over |g|, where g' is the gradient with β, or the clip's distances from 1, times so much. Where it "
         "is small the setting hardly matters on this batch. A cell's title has the norm and the cosine."
     )
-    return tag("section", tag("h2", "How much the settings matter"), tag("p", escape(text)), tag("figure", tag("div", table, class_="scroll")), id="sensitivity")
+    return tag(
+        "section",
+        tag("h2", "How much the settings matter"),
+        tag("p", escape(text)),
+        tag("figure", tag("div", table, class_="scroll")),
+        id="sensitivity",
+    )
 
 
 def measured_section(done: Replayed) -> str:
@@ -189,7 +227,9 @@ def _method_section() -> str:
         "the ones it had. Whitening therefore sees this batch alone.",
         "One batch says what a step is made of. It does not say where training with a method ends.",
     )
-    return tag("section", tag("h2", "What is measured"), tag("ol", *(tag("li", escape(s)) for s in sentences)), id="method")
+    return tag(
+        "section", tag("h2", "What is measured"), tag("ol", *(tag("li", escape(s)) for s in sentences)), id="method"
+    )
 
 
 def _footer(done: Replayed) -> str:

@@ -21,7 +21,7 @@ FAR = 0.5  # KL per token between what sampled and the model: beyond it, this is
 
 @dataclass(frozen=True)
 class Family:
-    """A method and what is compared with it alone: exact weights, and by factor the differences that a setting makes."""
+    """A method, and what is compared with it alone: exact weights, and the differences that a setting makes."""
 
     method: Compared
     base: Multiple
@@ -41,7 +41,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MethodRow:
     """A row: one method on this batch."""
 
     name: str
@@ -78,7 +78,7 @@ class Replayed:
     model: str
     about: dict[str, Any]
     measured: dict[str, float]
-    entries: list[Entry]
+    entries: list[MethodRow]
     cosines: list[list[float]]
     left_out: dict[str, str]
     notes: list[str]
@@ -94,7 +94,7 @@ class Replayed:
     command: str = ""
 
     @property
-    def ran(self) -> Entry | None:
+    def ran(self) -> MethodRow | None:
         return next((entry for entry in self.entries if entry.ran), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _cosine(product: float, size: float) -> float:
     return max(-1.0, min(1.0, product / size)) if size > 0 else math.nan
 
 
-def entries(families: list[Family], found: Gradients) -> tuple[list[Entry], list[list[float]]]:
+def entries(families: list[Family], found: Gradients) -> tuple[list[MethodRow], list[list[float]]]:
     """Rows, and the cosines between them."""
     of = Products(found)
     ran = next((f for f in families if f.method.ran), None)
@@ -155,7 +155,7 @@ def entries(families: list[Family], found: Gradients) -> tuple[list[Entry], list
     return rows, [[of.cosine(a.base, b.base) for b in families] for a in families]
 
 
-def _entry(f: Family, found: Gradients, of: Products, ran: Family | None) -> Entry:
+def _entry(f: Family, found: Gradients, of: Products, ran: Family | None) -> MethodRow:
     norm_sq = of(f.base, f.base)
     squares = 0.0 if f.base.index is None else f.base.scale**2 * float(found.squares_V[f.base.index])
     variance = jackknife(squares, norm_sq, found.groups)
@@ -164,7 +164,7 @@ def _entry(f: Family, found: Gradients, of: Products, ran: Family | None) -> Ent
     if (less := f.betas.get(0.0)) is not None:
         of_kl, rest = of.norm(less), of.norm(f.base) * of.change(f.base, less).norm
         kl_share = of_kl / (of_kl + rest) if of_kl + rest > 0 else math.nan
-    return Entry(
+    return MethodRow(
         name=f.method.name,
         ran=f.method.ran,
         loss=f.loss,
@@ -183,7 +183,7 @@ def _entry(f: Family, found: Gradients, of: Products, ran: Family | None) -> Ent
     )
 
 
-def worst_disagreement(entry: Entry, measured: Mapping[str, float]) -> tuple[str, float]:
+def worst_disagreement(entry: MethodRow, measured: Mapping[str, float]) -> tuple[str, float]:
     """Of the numbers that the trainer measured, the one that the replay is furthest from, relative to its size."""
     own = {"loss": entry.loss, "grad_norm": entry.grad_norm, **entry.metrics}
     apart = {

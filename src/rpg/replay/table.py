@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..console import console, duration, number, printable, printed
-from .results import Change, Entry, Replayed
+from .results import Change, MethodRow, Replayed
 
 KEY = (
     "snr: (|g|² − Var)/Var over groups · ess: effective sample size · cut: share of samples at the clip's bounds · "
@@ -32,11 +32,11 @@ def moved(change: Change | None) -> float | None:
     return math.sqrt(max(0.0, 1 + change.norm**2 - 2 * change.norm * change.cosine))
 
 
-def cut(entry: Entry) -> float | None:
+def cut(entry: MethodRow) -> float | None:
     return None if entry.below is None or entry.above is None else entry.below + entry.above
 
 
-def cells(entry: Entry) -> list[str]:
+def cells(entry: MethodRow) -> list[str]:
     return [
         f"{entry.name}{' *' if entry.ran else ''}",
         number(entry.grad_norm),

@@ -18,7 +18,7 @@ SAME = 1e-6  # of a vector's size: below this two are the same, up to a factor
 
 
 @dataclass(frozen=True)
-class Scores:
+class BatchScores:
     """Of the policy as it is, on every response token."""
 
     logp_BT: Tensor
@@ -37,7 +37,7 @@ class Multiple:
 
 
 @dataclass
-class Pool:
+class VectorPool:
     """Vectors that are no multiples of each other, [2,B,T]: for log π, and for the entropy."""
 
     vectors: list[Tensor] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Pool:
         return any(bool(vector[1].any()) for vector in self.vectors)
 
 
-def run(one: Compared, scores: Scores, logp_BT: Tensor, entropy_BT: Tensor) -> LossOutput:
+def run(one: Compared, scores: BatchScores, logp_BT: Tensor, entropy_BT: Tensor) -> LossOutput:
     """The method's loss on the whole batch."""
     dtype = logp_BT.dtype
 
@@ -81,7 +81,7 @@ def run(one: Compared, scores: Scores, logp_BT: Tensor, entropy_BT: Tensor) -> L
     )
 
 
-def coefficients(one: Compared, scores: Scores) -> Tensor:
+def coefficients(one: Compared, scores: BatchScores) -> Tensor:
     """[2,B,T], in float64: small differences of them are gradients of their own."""
     logp_BT = scores.logp_BT.double().requires_grad_()
     entropy_BT = scores.entropy_BT.double().requires_grad_()
@@ -90,7 +90,7 @@ def coefficients(one: Compared, scores: Scores) -> Tensor:
     return torch.stack([torch.zeros_like(logp_BT) if x is None else x for x in found]) * scores.mask_BT
 
 
-def measured(one: Compared, scores: Scores) -> tuple[float, dict[str, float]]:
+def measured(one: Compared, scores: BatchScores) -> tuple[float, dict[str, float]]:
     """Loss and metrics as training has them, in float32."""
     with torch.no_grad():
         out = run(one, scores, scores.logp_BT, scores.entropy_BT)

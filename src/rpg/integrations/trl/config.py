@@ -100,7 +100,7 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
 
     record: str | None = field(
         default=None,
-        metadata={"help": "File to write the batch of one optimiser step to, and beside it the weights, for rpg replay."},
+        metadata={"help": "File for the batch of one optimiser step, the weights beside it: for rpg replay."},
     )
     record_step: int = field(default=1, metadata={"help": "record: which optimiser step, counted from 1."})
 
