@@ -20,6 +20,7 @@ from .commands.evaluate import add_eval
 from .commands.export import add_export
 from .commands.merge import add_merge
 from .commands.recipes import add_recipes
+from .commands.replay import add_replay
 from .commands.report import add_report
 from .commands.sample import add_chat, add_sample
 from .commands.study import add_study
@@ -50,6 +51,7 @@ COMMANDS_ELSEWHERE = {  # what others call them: for "did you mean"
     "tasks": ("data", "datasets"),
     "recipes": ("recipe", "configs", "examples"),
     "audit": ("check", "verify"),
+    "replay": ("compare", "record"),
     "export verl": ("verl",),
     "export trl": ("trl",),
 }
@@ -164,6 +166,7 @@ def build_parser() -> Parser:
         add_recipes,
         add_report,
         add_study,
+        add_replay,
         add_export,
         add_audit,
         add_algorithms,

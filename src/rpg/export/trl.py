@@ -221,6 +221,8 @@ def left_out(config: Config, launch: Launch) -> Iterator[str]:
     else:
         yield "evaluation: TRL reports the mean reward; rpg eval on the checkpoints gives mean@k and pass@k"
     yield f"optim.max_bad_steps={optim.max_bad_steps}, log.view, log.report, log.samples={config.log.samples}"
+    if config.log.record is not None:
+        yield f"log.record={config.log.record}: RPGConfig has record=FILE and record_step"
     if keep.best and keep.keep:
         yield "checkpoint.best: TRL keeps the newest"
 

@@ -379,6 +379,8 @@ def left_out(config: Config, method: Method, launch: VerlLaunch) -> Iterator[str
     yield f"optim.max_bad_steps={optim.max_bad_steps}: verl skips steps that are not finite without counting them"
     if keep.best and keep.keep:
         yield "checkpoint.best: verl keeps the newest"
+    if config.log.record is not None:
+        yield f"log.record={config.log.record}: actor.policy_loss.rpg has record=FILE and record_step"
     yield f"log.view, log.report, log.samples={config.log.samples}, device: they have no meaning there"
     if launch.sampling is not None:
         yield from verl_async.left_out(config, method)

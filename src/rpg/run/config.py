@@ -249,6 +249,16 @@ class LogConfig:
     """write report.html when the run ends"""
     view: Literal["auto", "live", "plain", "none"] = "auto"
     """terminal: live on a terminal, else plain lines"""
+    record: str | None = None
+    """steps of which the last optimiser step is written down, batch and weights, for rpg replay; several with commas:
+    10,40"""
+
+    @property
+    def recorded_steps(self) -> tuple[int, ...]:
+        parts = (self.record or "").replace(",", " ").split()
+        if not all(part.isdecimal() and int(part) for part in parts):
+            raise ValueError(f"log.record must be steps, counted from 1, with commas as in 10,40; got {self.record!r}")
+        return tuple(map(int, parts))
 
 
 # What TRL, verl, OpenRLHF and others call them: for "did you mean"
@@ -370,6 +380,8 @@ def check(config: Config) -> None:
     """Refuse what no run can mean, with one line that names the setting."""
     rollout, optim = config.rollout, config.optim
     check_bounds(config)
+    if max(config.log.recorded_steps, default=0) > config.steps:
+        raise ValueError(f"log.record={config.log.record} is beyond the last step: steps={config.steps}")
     if optim.minibatches > (most := rollout.prompts * rollout.samples):
         raise ValueError(
             f"optim.minibatches must be at most rollout.prompts × samples, {most}; got {optim.minibatches}"

@@ -26,7 +26,8 @@ WRITTEN = (MARKER, "metrics.jsonl", "summary.json")  # one of them, or a checkpo
 A_FOLDER = getattr(os, "O_DIRECTORY", 0)
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a link in a folder from elsewhere may lead to any file
 FILES = (SETTINGS, "metrics.jsonl", "samples.jsonl", "summary.json", "report.html")
-FOLDERS = ("checkpoints", "tensorboard", "bad", "model", "trainer")  # the last two are a checkpoint's
+RECORDED = "recorded"  # of log.record: batches and weights for rpg replay
+FOLDERS = ("checkpoints", "tensorboard", "bad", RECORDED, "model", "trainer")  # the last two are a checkpoint's
 
 
 # ---- what is a run's folder ------------------------------------------------------------------------------------------

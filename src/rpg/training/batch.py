@@ -75,6 +75,23 @@ class Batch:
             "groups": self.group_B,
         }
 
+    @property
+    def as_recorded(self) -> dict[str, Tensor | None]:
+        """By the names of recorded/layout.py."""
+        return {
+            "ids": self.ids_BL,
+            "prompt_length": self.start_B,
+            "mask": self.mask_BT,
+            "old_logp": self.old_logp_BT,
+            "rollout_logp": self.rollout_logp_BT,
+            "ref_logp": self.ref_logp_BT,
+            "reward": self.reward_B.float(),
+            "group": self.group_B,
+            "advantages": self.advantage,
+            "kept_count": self.kept_count_BT,
+            "kept_ids": self.kept_ids_K,
+        }
+
     def rows(self, index: Tensor) -> Batch:
         """Some rows, without the padding that they do not need."""
         length_B = self.mask_BT[index].sum(-1)

@@ -20,8 +20,10 @@ from ..loss.methods import Method
 from ..loss.objective import at_level
 from ..loss.policy_loss import PolicyLoss
 from ..models.policy import Policy, Scored
+from ..recorded.layout import write
+from ..recorded.losses import loss_as_data
 from ..run.config import Config
-from ..run.folder import RunFolder
+from ..run.folder import RECORDED, RunFolder
 from ..run.seeds import permutation
 from .batch import Batch, rank_micro_batches
 from .health.vitals import Probe, Vitals
@@ -42,11 +44,13 @@ class Means:
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.weights: dict[str, float] = {}
+        self.latest: dict[str, float] = {}  # of the optimiser step that was added last
 
     def add(self, metrics: dict[str, Tensor]) -> None:
         names = [name for name in metrics if name not in NO_MEAN]
         row = torch.stack([metrics["tokens"].float(), *(metrics[name].float() for name in names)])
         for tokens, *values in self._rows(row):
+            self.latest = dict(zip(names, values, strict=True))
             for name, value in zip(names, values, strict=True):
                 self._add(name, value, tokens)
 
@@ -86,6 +90,9 @@ class Updater:
             raise ValueError(f"{method.name} needs a model with a plain linear head, without bias, scale or cap")
         if method.loss.control_variate and context.world.size > 1:
             raise ValueError("loss.control_variate needs the whole optimiser step at once: leave torchrun out")
+        if config.log.recorded_steps and (context.world.size > 1 or method.curvature_gate):
+            why = "under torchrun" if context.world.size > 1 else f"with {method.name}, whose gate needs Adam's moments"
+            raise ValueError(f"log.record does not work {why}: leave it out")
         self.config, self.method, self.policy, self.optimizer, self.folder = config, method, policy, optimizer, folder
         self.progress = Progress() if progress is None else progress
         self.oom_retry = make_oom_retry(policy, config, context=context) if oom_retry is None else oom_retry
@@ -121,8 +128,10 @@ class Updater:
         if self.probe.batch is None and not self.optimizer.stepped:
             self.probe.take(batch)
         first = number = (step - 1) * self.steps_a_batch
+        recorded = step in self.config.log.recorded_steps
         for epoch in range(optim.epochs):
-            for rows in self._split(batch, step, epoch):
+            minibatches = self._split(batch, step, epoch)
+            for i, rows in enumerate(minibatches, 1):
                 if self.progress.bad_steps >= optim.max_bad_steps:
                     break
                 minibatch = batch.rows(rows)
@@ -141,6 +150,8 @@ class Updater:
                     metrics |= engine_mismatch(minibatch, logp_BT)
                 norm = self.optimizer.clip(optim.max_grad_norm, self.world)
                 if math.isfinite(loss) and math.isfinite(norm):
+                    if recorded and epoch + 1 == optim.epochs and i == len(minibatches):
+                        self._record(minibatch, step, {"loss": loss, "grad_norm": norm, **means.latest})
                     self.optimizer.step()
                     self._move_bonus(entropy)
                     self.progress.bad_steps = 0
@@ -313,6 +324,26 @@ class Updater:
             curvature,
         )
         return torch.ones_like(part.mask_BT).masked_scatter(part.mask_BT, kept_N)
+
+    def _record(self, batch: Batch, step: int, measured: dict[str, float]) -> None:
+        """The batch of an optimiser step, what was measured in it, and the weights as they are before it."""
+        if self.folder.lost() is not None:  # the loop will say so
+            return
+        path = self.folder.path / RECORDED / f"step-{step:06d}.safetensors"
+        self.policy.save(path.with_suffix(""))
+        loss = self.method.loss
+        loss = loss.replace(entropy_bonus=self._bonus()) if loss.has_bonus else loss
+        about = {
+            "temperature": self.policy.temperature,
+            "model": path.stem,
+            "dtype": str(self.policy.model.dtype).removeprefix("torch."),
+            "step": step,
+            "trainer": "rpg train",
+            "method": {"name": self.method.name, "loss": loss_as_data(loss)},
+            "measured": {name: value for name, value in measured.items() if math.isfinite(value)},
+            "reward_range": self.method.advantage.reward_range,
+        }
+        write(path, batch.as_recorded, about)
 
     def _keep_for_inspection(self, batch: Batch, step: int, minibatch: int, loss: float, norm: float) -> None:
         from safetensors.torch import save_file

@@ -98,6 +98,12 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
         },
     )
 
+    record: str | None = field(
+        default=None,
+        metadata={"help": "File for the batch of one optimiser step, the weights beside it: for rpg replay."},
+    )
+    record_step: int = field(default=1, metadata={"help": "record: which optimiser step, counted from 1."})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.algorithm, str):
@@ -111,7 +117,7 @@ class RPGConfig(GRPOConfig):  # type: ignore[misc]
                 raise ValueError(f"{name}={getattr(self, name)!r} is decided by the algorithm here: set {instead}")
         one_of("reference_update", self.reference_update, UPDATES)
         one_of("reference_count", self.reference_count, COUNTS)
-        for name in ("reference_every", "reference_kl"):
+        for name in ("reference_every", "reference_kl", "record_step"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
         for name in ("reference_smoothing", "reference_decay"):

@@ -91,6 +91,8 @@ def refuse(method: Method, args: RPGConfig, has_sampler_logp: bool) -> None:
             f"{what} is fitted to the whole optimiser step, which here is {micro_batches} micro-batches: it needs "
             "gradient_accumulation_steps=1 and one process"
         )
+    if args.record is not None and args.world_size > 1:
+        raise ValueError("record needs one process: leave it out, or train on one GPU for the step to be recorded")
     if loss.needs_sampler and not has_sampler_logp:
         raise ValueError(
             f"mismatch={loss.mismatch} needs the sampler's own log-probabilities: use_vllm=True or a rollout_func"

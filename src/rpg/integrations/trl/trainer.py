@@ -30,6 +30,7 @@ from ...training.samples.collect import UNEQUAL
 from ...training.update import Means
 from . import resume
 from .config import RPGConfig
+from .record import RecordedStep
 from .reference import TRLReference
 from .scores import GenerationScores, total_reward
 from .setup import AlgorithmLike, algorithm_of, messages, paper, refuse, signal_function, weighed
@@ -123,6 +124,9 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         self._sampler: Any = None
         self._means = StepMeans(self.accelerator)
         self._scored: tuple[Tensor, list[int]] | None = None  # rewards of all processes, lengths of this one's
+        self._recorded, self._grad_norm = RecordedStep(args), math.nan
+        if args.record is not None and self.aux_loss_enabled:
+            raise ValueError("record: the router's auxiliary loss is in the gradient too, and no replay has it")
         self._first = True  # no rewards were seen yet
         self.add_callback(_Steps(self))
         self._correct = signal_function(args, self.reward_func_names)
@@ -181,6 +185,7 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             "advantages": advantage[rows],
             "rpg_keep": keep_N[rows],
             "rpg_group": scores.group_N[rows],
+            "rpg_reward": (scores.reward_N + scores.penalty_N)[rows],
         }
 
     def _scores(self) -> GenerationScores:
@@ -291,6 +296,9 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
             groups=inputs["rpg_group"],
         )
         loss = out.loss
+        if training and self._recorded.due(self.state.global_step):
+            logps = {"old_logp": old_BT, "ref_logp": ref_BT, "rollout_logp": rollout_BT, "mask": mask_BT}
+            self._recorded.add(inputs, rule, loss, **logps)
         metrics = self._metrics["train" if training else "eval"]
         if self.aux_loss_enabled:
             micro_batches = self.current_gradient_accumulation_steps if training else 1
@@ -305,9 +313,17 @@ class RPGTrainer(GRPOTrainer):  # type: ignore[misc]
         for name, value in values.items():
             self._metrics[mode][name].append(value)
 
+    def _get_grad_norm(self, *args: Any, **named: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **named)
+        self._grad_norm = math.nan if norm is None else float(norm)
+        return norm
+
     def _before_optimizer(self) -> None:
         """A step on nothing would still move weights, by momentum and decay; without gradients it does not."""
         window = self._window
+        if window is not None and window.denominator and self._recorded.due(self.state.global_step):
+            measured = {"grad_norm": self._grad_norm, **self._means.result()}
+            self._recorded.write(self, window.denominator, {k: x for k, x in measured.items() if math.isfinite(x)})
         if window is None or window.denominator or self.aux_loss_enabled:
             return
         equal = self.method.dynamic and any(bool(_mask(batch).any()) for batch in window.micro_batches)

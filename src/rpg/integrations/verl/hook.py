@@ -23,7 +23,7 @@ from verl.workers.config import PolicyLossConfig
 from verl.workers.utils import losses as verl_losses
 
 from ...loss.methods import algorithm as get_preset
-from . import metrics, reference
+from . import metrics, record, reference
 from .advantages import OPTIONS_KEY
 from .checks import check_names, check_run, is_experimental, refuse_options
 from .losses import GIVEN, Extra, handing_on, loss_settings, settings_of
@@ -47,6 +47,8 @@ class LossConfig(PolicyLossConfig):  # type: ignore[misc]
             chosen = loss_settings(self)
             metrics.install()
             reference.install(chosen)
+            if chosen.record is not None:
+                record.install()
         else:
             refuse_options(self)
 
@@ -88,6 +90,8 @@ def _through_verl(
     extra = Extra(chosen, padded.get("ref_log_prob", None), padded.get("rollout_log_probs", None))
     with handing_on(extra):
         loss, verl_metrics = _verl_ppo_loss(config, model_output, data, dp_group)
+    if chosen.record is not None and loss.requires_grad:
+        record.note(chosen, config, data, loss, extra)
     return loss, verl_metrics | metrics.of_micro_batch(extra, data)
 
 

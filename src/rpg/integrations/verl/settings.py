@@ -42,6 +42,8 @@ class Settings:
     method: Method
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     own_constant: bool = False  # whether ``constant`` was given, so that verl's loss_scale_factor is not asked for it
+    record: str | None = None  # file to write the batch of one optimiser step to, for rpg replay
+    record_step: int = 1  # which one, counted from 1 in each worker's process
 
     @property
     def name(self) -> str:
@@ -118,6 +120,9 @@ def _cached(name: str, options: str) -> Settings:
 
 
 def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
+    record, record_step = options.pop("record", None), options.pop("record_step", 1)
+    if not (record is None or isinstance(record, str)) or not isinstance(record_step, int) or record_step < 1:
+        raise ValueError(f"{OPTIONS}.record is a file, and record_step a number from 1; got {record!r}, {record_step}")
     section = options.get("reference")
     reference = _reference(options.pop("reference")) if isinstance(section, Mapping) else ReferenceConfig()
     if isinstance(rule := options.get("mismatch"), str):
@@ -131,7 +136,8 @@ def _checked(chosen: str | Algorithm, options: dict[str, Any]) -> Settings:
         elif options:
             raise ValueError(f"options go with a preset's name; got an Algorithm and {', '.join(options)}")
         one_of(f"{OPTIONS}.reference", chosen.reference, ANCHORS)
-        resolved = Settings(chosen.resolve(update=reference.update), reference, own_constant="constant" in options)
+        method, own_constant = chosen.resolve(update=reference.update), "constant" in options
+        resolved = Settings(method, reference, own_constant, record, record_step)
         _refuse(resolved)
         _try_out(resolved.method.loss)
     except (TypeError, AttributeError, RuntimeError) as error:  # a value of another type than the option's
