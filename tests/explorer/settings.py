@@ -61,10 +61,7 @@ def random_setting(rng):
 def library(state):
     rule = None if state["clip"] == "none" else getattr(clip, state["clip"])(**state["options"])
     names = ("divergence", "beta", "estimator", "level", "kl_in_clip", "through_advantage")
-    chosen = {name: state[name] for name in names}
-    if state["level"] != "token" and state["estimator"] == "differentiable":
-        chosen["reduction"] = "seq-mean-token-sum"
-    return PolicyLoss(clip=rule, **chosen)
+    return PolicyLoss(clip=rule, **{name: state[name] for name in names})
 
 
 def tensors(state, log_w, tokens=1):

@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields
 from html import escape
 from typing import Any
 
+from .. import report
 from ..audit.problem import SCENARIOS
 from ..console import tag
 from ..loss import clip
@@ -35,7 +36,7 @@ CLIPS = {  # clips by themselves, around a loss without a KL term
 
 def html(table: dict[str, Cells]) -> str:
     """``table``: what ``numbers.table`` gives."""
-    code = "'use strict';\n{\n" + script() + "\n" + read("chart.js") + read("page.js") + "}\n"
+    code = "'use strict';\n{\n" + script() + "\n" + read("chart.js", report.__name__) + read("page.js") + "}\n"
     title = "What a loss does with one token"
     head = tag(
         "head",
@@ -94,7 +95,7 @@ def _preset(a: Algorithm) -> dict[str, Any] | None:
         return None
     return {
         "state": _state(loss),
-        "about": a.formula,
+        "about": a.formula.replace("``", ""),
         "paper": a.paper,
         "advantage": advantage_text(a.advantage),
     }
@@ -168,7 +169,7 @@ def _header(title: str) -> str:
 
 def _select(name: str, label: str, choices: dict[str, str]) -> str:
     options = (tag("option", escape(text), value=value) for value, text in choices.items())
-    return tag("label", tag("span", label), tag("select", *options, name=name))
+    return tag("label", tag("span", label), tag("select", *options, name_=name))
 
 
 def _slider(name: str, label: str, low: float, high: float, step: str = "any", class_: str | None = None) -> str:
@@ -255,7 +256,7 @@ def _pictures() -> str:
 
 def _letters() -> str:
     letters = {
-        "π, old, ref": "the policy now, the one that sampled, the anchor of the KL term",
+        "π, old, ref": "the policy now, the one that sampled (μ), the anchor of the KL term",
         "w, u, v": "π/old, π/ref, ref/old: w = u·v",
         "sg": "stop-gradient",
         "|y|": "tokens of the response",

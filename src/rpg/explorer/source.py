@@ -33,12 +33,13 @@ def script() -> str:
             translate(policy_loss, "ESTIMATORS", "REDUCTIONS", "_NEEDED", "PolicyLoss", only=METHODS),
             translate(sample, "sample", "loss_of", "weight_of", "fate_of", "sentence"),
             translate(words, *WORDS),
+            f"const RULES = {{ {', '.join(RULES)} }};",
         ]
     )
 
 
-def read(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def read(name: str, package: str = __package__ or "") -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def expressions() -> dict[str, dict[str, str]]:

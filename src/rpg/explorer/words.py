@@ -158,8 +158,8 @@ def formula(loss: PolicyLoss, texts: dict[str, dict[str, dict[str, str]]]) -> li
     w = {"token": "w", "sequence": "W", "sequence-mean": "S"}[loss.level]
     ratio = {
         "token": "w = π/old, of a token",
-        "sequence": "W = ∏ π/old, over the tokens of a response",
-        "sequence-mean": "S = (∏ π/old)^(1/|y|), the mean over a response",
+        "sequence": "W = ∏ π/old, over the tokens of a response; each of them is given ω",
+        "sequence-mean": "S = (∏ π/old)^(1/|y|), the mean over a response; each of its tokens is given ω/|y|",
     }[loss.level]
     place, kl, clipped = loss.kl_place, texts[loss.level][loss.divergence], w
     if loss.clip is not None:
