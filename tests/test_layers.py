@@ -36,6 +36,7 @@ ROOMS = {
     "integrations": "the same method inside other people's trainers: TRL and verl",
     "export": "a recipe as a run of TRL or verl",
     "report": "runs in, one page out",
+    "explorer": "the losses as a page to look at, drawn by their own source",
     "bench": "speed beside peers and counted floors",
     "api": "a training in a few lines of Python",
     "clip": "`rpg.loss.clip` by its public name",

@@ -20,7 +20,11 @@ def options(rng, rule):
         case "DualClip" | "RPGClip":
             return {"low": bound(0, 0.9), "high": rng.uniform(0, 2), "c": bound(3.1, 12)}
         case "KL3":
-            return {"delta": 10 ** rng.uniform(-4, 0.3), "form": rng.choice(clip.KL3_FORMS), "c": rng.choice([None, 60])}
+            return {
+                "delta": 10 ** rng.uniform(-4, 0.3),
+                "form": rng.choice(clip.KL3_FORMS),
+                "c": rng.choice([None, 60]),
+            }
         case "TrustRegion":
             return {"delta": 10 ** rng.uniform(-2, 0), "measure": rng.choice(("tv", "kl", "kl-reverse"))}
         case "Sigmoid":

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import settings
 import torch
 
-import settings
 from rpg.explorer import javascript, numbers, page, sample, source, words
 from rpg.loss import clip
 
@@ -56,7 +56,7 @@ def test_the_plain_code_has_the_gradient_of_the_loss(reduction):
         text = words.code(loss, source.expressions())
         exec(text, known)
         (plain,) = torch.autograd.grad(known["loss"], new)
-        torch.testing.assert_close(plain, meant, rtol=1e-7, atol=1e-9, msg=lambda m: f"{m}\n{state}\n{text}")  # noqa: B023
+        torch.testing.assert_close(plain, meant, rtol=1e-7, atol=1e-9, msg=lambda m: f"{m}\n{state}\n{text}")
 
 
 def test_what_has_no_javascript_is_refused():

@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
-from chromium import FOUND, WHY_NOT, Browser
-
 import settings
+import torch
+
+from chromium import FOUND, WHY_NOT, Browser
 from rpg import algorithm
 from rpg.explorer import sample, source, words
 
@@ -71,7 +71,7 @@ def test_every_presets_curves_are_the_librarys(browser):
             advantages = torch.full(log_w.shape, advantage, dtype=torch.float64)
             out = loss(logp, old.expand_as(logp), advantages, mask, ref_logp=ref.expand_as(logp))
             (c,) = torch.autograd.grad(out.loss.sum(), logp)
-            torch.testing.assert_close(drawn, c[:, 0], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            torch.testing.assert_close(drawn, c[:, 0], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m: f"{name}: {m}")
     assert page.errors == []
 
 
@@ -85,34 +85,50 @@ def test_what_is_read_at_a_ratio(browser):
         page.key("ArrowLeft")
     ratio = page.js("explorer.state.w")
     assert ratio < 1.2
-    assert page.js(said.format("positive")) == f"w = {ratio:.3g}, A > 0: it counts {ratio:.3g} times: the token is made more likely."
+    assert (
+        page.js(said.format("positive"))
+        == f"w = {ratio:.3g}, A > 0: it counts {ratio:.3g} times: the token is made more likely."
+    )
     page.hover("#negative [data-plot=weight] svg", across=0.2)
     assert page.js(said.format("negative")).endswith("A < 0: the clip cuts it: no gradient.")
     assert page.js("document.querySelectorAll('#negative rect.cut').length") == 2  # in both of its panels
     at_ease(page)
 
 
+SET = """(name, value) => { const field = document.querySelector(`[name="${name}"]`); field.value = value;
+field.dispatchEvent(new Event("input", { bubbles: true })); }"""
+
+
+def put(page, name, value):
+    """Into a field."""
+    page.js(f"({SET})({name!r}, {value!r})")
+
+
+def text(page, selector):
+    return page.js(f"document.querySelector({selector!r}).textContent")
+
+
 def test_buttons_fields_and_the_address(browser):
     page = opened(browser)
     page.click("[data-preset=cispo]")
     assert page.js("location.hash") == "#preset=cispo"
-    assert "w_bar = w.clamp(max=5)" in page.js("document.querySelector('#code').textContent")
+    assert "w_bar = w.clamp(max=5)" in text(page, "#code")
     assert page.js("document.querySelectorAll('#positive rect.held').length") == 2
-    page.js("const f = document.querySelector('[name=\"o.high\"]'); f.value = 1; f.dispatchEvent(new Event('input', { bubbles: true }))")
-    assert "w.clamp(max=2)" in page.js("document.querySelector('#code').textContent")
+    put(page, "o.high", 1)
+    assert "w.clamp(max=2)" in text(page, "#code")
     assert page.js("location.hash") == "#preset=cispo&o.high=1"
-    choose = "(name, value) => {{ const f = document.querySelector(`[name=${{name}}]`); f.value = value; f.dispatchEvent(new Event('input', {{ bubbles: true }})) }}"
-    page.js(f"({choose.format()})('estimator', 'differentiable')")  # this clip has no such form
-    assert "stops the ratio's gradient; use estimator='reinforce'" in page.js("document.querySelector('#trouble').textContent")
+    put(page, "estimator", "differentiable")  # this clip has no such form
+    assert "stops the ratio's gradient; use estimator='reinforce'" in text(page, "#trouble")
     assert page.js("explorer.state.estimator") == "reinforce"
-    page.js(f"({choose.format()})('divergence', 'k3')")
+    put(page, "divergence", "k3")
     assert page.js("document.querySelectorAll('#audit td.off').length") > 3
-    kept = page.js("[location.hash, document.querySelector('#code').textContent]")
+    kept = page.js("location.hash"), text(page, "#code")
     again = opened(browser, kept[0].removeprefix("#"))
-    assert again.js("[location.hash, document.querySelector('#code').textContent]") == kept
+    assert (again.js("location.hash"), text(again, "#code")) == kept
     for nonsense in ("preset=gone", "clip=constructor&beta=x&o.low=7", "preset=ppo&o.low=9", "w=-1&zoom=0"):
-        opened(browser, nonsense)
-        assert page.js("document.querySelectorAll('.plot svg').length") == 4
+        astray = opened(browser, nonsense)
+        assert astray.js("document.querySelectorAll('.plot svg').length") == 4
+        at_ease(astray)
     at_ease(page)
     at_ease(again)
 
@@ -123,8 +139,8 @@ def test_on_a_phone_and_in_the_dark(browser, how):
     before = page.js("explorer.state.w")
     page.tap("#positive [data-plot=omega] svg", across=0.3)
     assert page.js("explorer.state.w") != before
-    small = "[...document.querySelectorAll('button, select, summary')].filter((e) => e.offsetParent && e.offsetHeight < 32).length"
-    assert page.js(small) == 0
+    targets = "[...document.querySelectorAll('button, select, summary')].filter((e) => e.offsetParent)"
+    assert page.js(f"{targets}.every((e) => e.offsetHeight >= 32)")
     at_ease(page)
 
 
@@ -133,7 +149,10 @@ def test_random_states_draw_without_trouble(browser):
     names = ("divergence", "beta", "estimator", "level", "clip", "kl_in_clip", "through_advantage", "advantage", "p")
     for state, _, _ in settings.thousand(seed=4, n=40):
         parts = {n: state[n] for n in names} | {f"o.{n}": v for n, v in state["options"].items()}
-        parts = {n: {True: "true", False: "false", None: "null"}.get(v, v) if not isinstance(v, float) else v for n, v in parts.items()}
+        parts = {
+            n: {True: "true", False: "false", None: "null"}.get(v, v) if not isinstance(v, float) else v
+            for n, v in parts.items()
+        }
         address = "&".join(f"{name}={value}" for name, value in parts.items()) + f"&w={rng.uniform(0.3, 3):.3f}"
         page.js(f"location.hash = {address!r}")
         page.wait(f"explorer.address === {address!r}")

@@ -24,7 +24,10 @@ def add_algorithms(commands: Any) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of them: formula, row, plain torch, options")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the explorer: one page on which every choice moves its curves (two minutes)"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="the explorer: one page on which every choice moves its curves (two minutes)",
     )
     parser.set_defaults(run=run_algorithms)
 

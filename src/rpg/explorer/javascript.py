@@ -36,7 +36,9 @@ def translate(module: ModuleType, *names: str, only: Iterable[str] = ()) -> str:
         raise Untranslatable(f"{module.__name__} has no {', '.join(sorted(missing))}")
     writer = _Writer(frozenset(only))
     texts = [(node, writer.statement(node)) for node in dict.fromkeys(found.values())]
-    return "\n".join(text if isinstance(node, ast.FunctionDef | ast.ClassDef) else f"const {text}" for node, text in texts)
+    return "\n".join(
+        text if isinstance(node, ast.FunctionDef | ast.ClassDef) else f"const {text}" for node, text in texts
+    )
 
 
 def _defined(node: ast.AST) -> list[str]:
@@ -51,13 +53,15 @@ def _word(name: str) -> str:
 
 
 class _Writer:
+    """JavaScript of a node: a method for each kind of statement, by its name, and one match for expressions."""
+
     def __init__(self, only: frozenset[str]) -> None:
         self.only = only
 
     def refuse(self, node: ast.AST) -> Untranslatable:
         return Untranslatable(f"{type(node).__name__}: {ast.unparse(node)[:200]}")
 
-    # ---- statements ---------------------------------------------------------------------------------------------------
+    # ---- statements --------------------------------------------------------------------------------------------------
 
     def block(self, body: Iterable[ast.stmt]) -> str:
         lines = [line for node in body if (line := self.statement(node))]
@@ -134,7 +138,7 @@ class _Writer:
                 return tests, names + ([(name, place)] if name else [])
         raise self.refuse(node)
 
-    # ---- functions and classes ----------------------------------------------------------------------------------------
+    # ---- functions and classes ---------------------------------------------------------------------------------------
 
     def function(self, node: ast.FunctionDef, method: bool = False) -> str:
         """Parameters and body. Names that the body assigns are declared at its top, as Python has them."""
@@ -182,7 +186,7 @@ class _Writer:
         body = textwrap.indent("\n".join(parts), " ")
         return "\n".join([f"class {node.name} extends {base} {{\n{body}\n}}", *after])
 
-    # ---- expressions --------------------------------------------------------------------------------------------------
+    # ---- expressions -------------------------------------------------------------------------------------------------
 
     def target(self, node: ast.expr) -> str:
         match node:
@@ -232,7 +236,9 @@ class _Writer:
             case ast.JoinedStr(values=values):
                 return "[" + ", ".join(map(self.value, values)) + '].join("")'
             case ast.FormattedValue(value=inside, conversion=conversion, format_spec=spec):
-                style = ast.literal_eval(ast.unparse(spec).removeprefix("f")) if spec else "r" if conversion == 114 else ""
+                style = (
+                    ast.literal_eval(ast.unparse(spec).removeprefix("f")) if spec else "r" if conversion == 114 else ""
+                )
                 return f"format({self.value(inside)}, {style!r})"
             case ast.Call():
                 return self.call(node)

@@ -84,7 +84,8 @@ def problems() -> dict[tuple[str, bool], list[EnumeratedProblem]]:
 
 def table(progress: Callable[[str], None] = lambda _: None) -> dict[str, Cells]:
     """All of them: more than 300 audits, a minute and a half."""
-    made, found = problems(), {}
+    made = problems()
+    found: dict[str, Cells] = {}
     for name, loss in losses().items():
         progress(f"{len(found) + 1}/{len(losses())}")
         found[name] = cells(loss, made)

@@ -1,4 +1,4 @@
-"""The page: the library's losses in JavaScript, the presets, the audit's numbers, and what is needed to look at them."""
+"""The page: the library's losses in JavaScript, the presets, the audit's numbers, and what it takes to see them."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _pictures() -> str:
         "Point, touch, or focus a curve and use ← and →.",
         class_="key",
     )
-    words = [
+    texts = [
         tag("section", tag("h2", "The formula"), tag("div", id="formula"), _letters(), class_="formula"),
         tag(
             "section",
@@ -250,7 +250,7 @@ def _pictures() -> str:
     ]
     trouble = tag("p", id="trouble", role="status")
     return tag(
-        "div", trouble, bar, tag("div", *sides, class_="sides"), key, tag("div", *words, class_="words"), class_="show"
+        "div", trouble, bar, tag("div", *sides, class_="sides"), key, tag("div", *texts, class_="words"), class_="show"
     )
 
 

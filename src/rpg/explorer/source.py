@@ -16,9 +16,18 @@ RULES = ("Box", "DualClip", "RPGClip", "KL3", "TrustRegion", "Truncate", "Unweig
          "SoftWeight")  # fmt: skip
 SMALL = ("KL3_FORMS", "MEASURES", "_binary_kl")
 # of PolicyLoss: what it refuses, where its KL term stands, and the batch as its level sees it
-METHODS = ("__post_init__", "_check_parts", "has_kl", "kl_inside", "_can_hold_kl", "_published_inside", "kl_place", "_terms")
-WORDS = ("ENDLESS", "K3", "FAR", "code", "rule_code", "reduction_code", "inside_code", "clamp_code", "left_code", "reinforce_code",
-         "differentiable_code", "formula", "rule_lines", "ends")  # fmt: skip
+METHODS = (
+    "__post_init__",
+    "_check_parts",
+    "has_kl",
+    "kl_inside",
+    "_can_hold_kl",
+    "_published_inside",
+    "kl_place",
+    "_terms",
+)
+WORDS = ("ENDLESS", "K3", "FAR", "code", "rule_code", "reduction_code", "inside_code", "clamp_code", "left_code",
+         "reinforce_code", "differentiable_code", "formula", "rule_lines", "ends")  # fmt: skip
 
 
 def script() -> str:

@@ -19,7 +19,7 @@ FAR = {
 }
 
 
-# ---- plain torch ------------------------------------------------------------------------------------------------------
+# ---- plain torch -----------------------------------------------------------------------------------------------------
 
 
 def code(loss: PolicyLoss, texts: dict[str, dict[str, str]]) -> str:
@@ -150,7 +150,7 @@ def differentiable_code(loss: PolicyLoss, place: str, kl: dict[str, str]) -> lis
     return [f"loss = -{surrogate} * A{penalty}"]
 
 
-# ---- the formula ------------------------------------------------------------------------------------------------------
+# ---- the formula -----------------------------------------------------------------------------------------------------
 
 
 def formula(loss: PolicyLoss, texts: dict[str, dict[str, dict[str, str]]]) -> list[str]:
@@ -216,5 +216,3 @@ def ends(low: float, high: float, w: str) -> str:
     below = f"{low:.5g} < " if low > 0 else ""
     above = f" < {high:.5g}" if high < ENDLESS else ""
     return f"{below}{w}{above}" if low > 0 or high < ENDLESS else f"any {w}"
-
-
