@@ -39,6 +39,7 @@ ROOMS = {
     "report": "runs in, one page out",
     "study": "settings × seeds as runs, compared with intervals",
     "replay": "one recorded batch, every method: which gradient would each take, and how noisy is it?",
+    "explorer": "the losses as a page to look at, drawn by their own source",
     "bench": "speed beside peers and counted floors",
     "find_recipe": "the recipes that come with the package, by name",
     "api": "a training in a few lines of Python",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import one_line, printed
+from ..console import Mistake, check_writable, one_line, printed
 
 if TYPE_CHECKING:
     from ..loss.advantages import Advantage
@@ -22,6 +23,12 @@ def add_algorithms(commands: Any) -> None:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of them: formula, row, plain torch, options")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="the explorer: one page on which every choice moves its curves (two minutes)",
+    )
     parser.set_defaults(run=run_algorithms)
 
 
@@ -29,6 +36,10 @@ def run_algorithms(args: argparse.Namespace) -> int:
     from ..loss.describe import describe
     from ..loss.methods import algorithm, algorithms
 
+    if args.html:
+        if args.name:
+            raise Mistake(f"--html writes a page of every method: leave {args.name}")
+        return _write_explorer(args.html)
     with one_line("", ValueError):
         chosen = [algorithm(name) for name in ([args.name] if args.name else algorithms())]
     if args.json:
@@ -38,6 +49,23 @@ def run_algorithms(args: argparse.Namespace) -> int:
         _show_algorithm(chosen[0])
     else:
         _show_algorithms(chosen)
+    return 0
+
+
+def _write_explorer(path: Path) -> int:
+    """Its numbers are audits, so it takes a while: a line on a terminal's stderr says how far it is."""
+    import torch
+    from rich.console import Console
+
+    from ..explorer import numbers, page
+
+    check_writable(path)
+    torch.set_num_threads(1)  # the tensors are tiny
+    with Console(stderr=True).status("") as status:
+        text = page.html(numbers.table(lambda done: status.update(f"audits: {done}")))
+    with one_line(f"cannot write {path}: ", OSError):
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
     return 0
 
 

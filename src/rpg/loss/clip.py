@@ -406,8 +406,9 @@ class SoftWeight(Clip):
 
     def weight(self, w: Tensor, advantage: Tensor, seen: Seen | None = None) -> Tensor:
         positive = advantage >= 0
-        k = torch.where(positive, self.k_positive, self.k_negative).to(w.dtype)
-        rate = torch.where(positive, self.lambda_positive, self.lambda_negative).to(w.dtype)
+        k, rate = torch.zeros_like(w), torch.zeros_like(w)  # in the precision of w, which two numbers have not
+        k = torch.where(positive, k + self.k_positive, k + self.k_negative)
+        rate = torch.where(positive, rate + self.lambda_positive, rate + self.lambda_negative)
         return (k * w.log() + rate * (1 - w)).exp()
 
 
