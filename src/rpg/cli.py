@@ -19,6 +19,7 @@ from .commands.bench import add_bench
 from .commands.evaluate import add_eval
 from .commands.export import add_export
 from .commands.merge import add_merge
+from .commands.push import add_push
 from .commands.report import add_report
 from .commands.sample import add_chat, add_sample
 from .commands.tasks import add_tasks
@@ -34,6 +35,7 @@ COMMANDS_ELSEWHERE = {  # what others call them: for "did you mean"
     "algorithms": ("methods", "losses", "list"),
     "sample": ("generate", "infer", "predict"),
     "chat": ("talk", "repl"),
+    "push": ("upload", "publish", "share"),
     "tasks": ("data", "datasets"),
     "audit": ("check", "verify"),
     "export verl": ("verl",),
@@ -141,6 +143,7 @@ def build_parser() -> Parser:
         add_sample,
         add_chat,
         add_merge,
+        add_push,
         add_tasks,
         add_report,
         add_export,
