@@ -47,6 +47,7 @@ def bits(folder: Path) -> dict[str, Any]:
     newest = folder / "checkpoints" / found["checkpoints"][-1]
     for path in sorted(newest.rglob("*.safetensors")):
         found[path.relative_to(newest).as_posix()] = path.read_bytes()
+    found["card"] = (newest / "model" / "README.md").read_text(encoding="utf-8")
     state = json.loads((newest / "trainer" / "state.json").read_text())
     found["state"] = {k: v for k, v in state.items() if k not in ("seconds", "spent", "started", "config")}
     return found

@@ -31,6 +31,7 @@ ROOMS = {
     "trust": "whose code a run's folder may run",
     "distributed": "several processes, one run: ranks, shards of the weights, work split among them",
     "costs": "memory, operations and seconds, counted instead of measured",
+    "publish": "a model as others get it: its card, and its way to the hub",
     "training": "the training step, in the order of its data, and the loop around it",
     "ask": "a model answers a prompt of yours: put as its task puts it, judged where that can be done",
     "plan": "the dry run: what a run would need and take, before anything is loaded",

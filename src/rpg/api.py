@@ -331,6 +331,7 @@ def merge(
     from .models.loading import is_missing
     from .models.merge import RECORD, check_shares, open_source
     from .models.merge import merge as merge_models
+    from .publish.card import CARD, base_of, merged_card
 
     names = [str(run.folder) if isinstance(run, Run) else os.fspath(run) for run in runs]
     weights = [1.0] * len(names) if weights is None else list(weights)
@@ -360,6 +361,7 @@ def merge(
         )
         record = {"models": names, "init": begun[0], "weights": weights, "method": method, "towards": towards}
         record |= {"per": per, "norms": merged.norms, "cosines": merged.cosines, "norm": merged.norm}
+        (whole / CARD).write_text(merged_card(record, base_of(*begun)), encoding="utf-8")
         (whole / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rmdir()

@@ -19,6 +19,7 @@ from .commands.bench import add_bench
 from .commands.evaluate import add_eval
 from .commands.export import add_export
 from .commands.merge import add_merge
+from .commands.push import add_push
 from .commands.recipes import add_recipes
 from .commands.replay import add_replay
 from .commands.report import add_report
@@ -48,6 +49,7 @@ COMMANDS_ELSEWHERE = {  # what others call them: for "did you mean"
     "algorithms": ("methods", "losses", "list"),
     "sample": ("generate", "infer", "predict"),
     "chat": ("talk", "repl"),
+    "push": ("upload", "publish", "share"),
     "tasks": ("data", "datasets"),
     "recipes": ("recipe", "configs", "examples"),
     "audit": ("check", "verify"),
@@ -162,6 +164,7 @@ def build_parser() -> Parser:
         add_sample,
         add_chat,
         add_merge,
+        add_push,
         add_tasks,
         add_recipes,
         add_report,

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import json
 import math
 import os
 import re
@@ -228,6 +229,23 @@ def _written(value: Any) -> str:
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The settings among parsed arguments: what build() takes as flags."""
     return {path: value for path, value in vars(args).items() if _leaf_of(path, leaves(cls))}
+
+
+def flags_of(config: Any) -> Iterator[tuple[str, str]]:
+    """(--flag, text) of every setting that differs from its default; secrets are left out. build() reads it back."""
+    usual = flat(type(config)())
+    for path, value in flat(config).items():
+        if path in usual and usual[path] == value:
+            continue
+        yield f"--{path}", _written_in(value) if path not in leaves(type(config)) else _written(value)
+
+
+def _written_in(value: Any) -> str:
+    """Of a dict, where text is read as YAML."""
+    with contextlib.suppress(WrongValue):
+        if isinstance(value, str) and _scalar(value) == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 # ---- from files and flags --------------------------------------------------------------------------------------------

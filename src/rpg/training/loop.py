@@ -23,6 +23,7 @@ from ..distributed.ranks import ALONE, LOST, RankFailed, World
 from ..distributed.shards import ShardedPolicy
 from ..loss.advantages import NEVER_NEGATIVE
 from ..models.policy import Policy
+from ..publish.card import CARD, Base, base_of
 from ..rewards.failing import FailureWatch, added
 from ..run import checkpoint
 from ..run.auto import announcement, objections, refuse_ruin, settled
@@ -180,8 +181,10 @@ class Trainer:
         self.oom_retry = make_oom_retry(self.policy, planned, held, self.engine.release, context, layout)
         self.updater = Updater(config, method, self.learner, self.optimizer, folder, progress, self.oom_retry, context)
         self.old_logp = OldLogp(config, method.loss, dtype, progress)
+        known = None if start is None else start.model_folder / CARD
+        base = base_of(config.model, config.model_options, known) if world.first else Base("")
         parts = self.learner, self.optimizer, self.reference, self.oom_retry, progress, self.source, self.updater.probe
-        self.state = RunState(config, world, dtype, *parts, data)
+        self.state = RunState(config, world, dtype, *parts, data, base)
         self.saved = progress.step  # step of the newest checkpoint
         self.stop = Stop()
         self.failure_watch = FailureWatch()
@@ -427,10 +430,6 @@ class Trainer:
         self.saving_seconds = time.perf_counter() - start
 
     def _write(self, tensors: Mapping[str, Mapping[str, Tensor]], logs: RunLogs) -> None:
-        def write_model(folder: Path) -> None:  # the tensors are written after it: trained ones, not averages
-            with contextlib.nullcontext() if self.world.sharded else averaged_weights(self.optimizer):
-                self.policy.save(folder)
-
         logs.sync()
         lost = self.folder.lost()
         if lost is not None:
@@ -439,6 +438,7 @@ class Trainer:
         root, step = self.folder.fixed() / "checkpoints", self.progress.step
         try:
             values = self.state.values() | {"rows": logs.rows()}
+            write_model = partial(self.state.write_model, self.policy)  # before the tensors: trained ones, not averages
             checkpoint.save(root, step, write_model, tensors, values, self.folder.run)
             self._prune()
         except checkpoint.CheckpointError as error:

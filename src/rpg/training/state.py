@@ -5,6 +5,7 @@ Whoever wrote one, and with however many ranks: it has the same files, and any n
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,9 @@ from .. import secrets, trust
 from ..distributed.context import RunContext
 from ..distributed.ranks import World
 from ..distributed.shards import cut, gathered, local
+from ..models import adapters
 from ..models.policy import Policy
+from ..publish.card import CARD, Base, run_card
 from ..run.checkpoint import Checkpoint, folders, load
 from ..run.config import Config
 from ..run.folder import (
@@ -38,10 +41,11 @@ from ..run.settings import flat, to_yaml
 from ..run.view import View
 from .health.vitals import Probe
 from .oom_retry import OomRetry
-from .optim import MixedOptimizer, load_optimizer, optimizer_tensors
+from .optim import MixedOptimizer, averaged_weights, load_optimizer, optimizer_tensors
 from .progress import Progress, over
 from .reference import Reference
 from .samples.source import SampleSource
+from .setup import algorithm_of
 
 TOLD = 3  # settings that differ are named
 # what may differ when a run is resumed
@@ -82,6 +86,16 @@ class RunState:
     source: SampleSource
     probe: Probe
     data: dict[str, list[Any]]  # the fingerprint of the task
+    base: Base  # what the card says of the model that the run began from
+
+    def write_model(self, policy: Policy, folder: Path) -> None:
+        """The weights to ship, averages where there are any, and the card that says what they are."""
+        with contextlib.nullcontext() if self.world.sharded else averaged_weights(self.optimizer):
+            policy.save(folder)
+        adapter = adapters.method_of(policy.model) if policy.adapted else None
+        done, chosen = self.progress, algorithm_of(self.config)
+        about = self.config, chosen, self.base, self.data, done.step, done.tokens_total, done.evals, adapter
+        (folder / CARD).write_text(run_card(*about), encoding="utf-8")
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Of sharded ones whole copies, on the first rank. All ranks have to call it."""
