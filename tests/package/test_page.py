@@ -17,7 +17,8 @@ TEXT = """\
 ```
 """
 ABSOLUTE = """\
-[a](https://h.org/o/r/blob/HEAD/docs/a.md#b), [`code`](https://h.org/o/r/blob/HEAD/x.py), [here](https://h.org/o/r#there), [web](https://x.org/y)
+[a](https://h.org/o/r/blob/HEAD/docs/a.md#b), [`code`](https://h.org/o/r/blob/HEAD/x.py), \
+[here](https://h.org/o/r#there), [web](https://x.org/y)
 
 ![a picture](https://h.org/o/r/raw/HEAD/docs/a.svg)
 
