@@ -104,6 +104,7 @@ def test_kept_keys_are_those_of_the_old_weights():
     old, new = tiny.make("llama-tied"), tiny.make("llama-tied", spread=0.3)
     run = engine(old, slots=64)
     first = decode(run, begin(), lambda done, under_way: None if done else [], keep_cache=True)
+    run.copy_cache()
     anew = [Underway(g.number, g.prompt, g.seed, [Partial(**vars(p) | {"cache": []}) for p in g.parts]) for g in first]
     held = [Underway(g.number, g.prompt, g.seed, [Partial(**vars(p)) for p in g.parts], g.cache) for g in first]
     old.load_state_dict(new.state_dict())
@@ -113,6 +114,32 @@ def test_kept_keys_are_those_of_the_old_weights():
         decode(run, groups, lambda done, under_way, over=over: over.extend(done) or [])
         found.append({group.number: group.parts for group in over})
     assert any(a.logp != b.logp for i in found[0] for a, b in zip(found[0][i], found[1][i], strict=True))
+
+
+@pytest.mark.parametrize("slots", [4, 64])
+def test_kept_keys_stay_where_they_are(llama, monkeypatch, slots):
+    """Step by step, in place and by way of the host: the same tokens, and groups end in the same order."""
+    copied, plain = [], stream.to_host
+    monkeypatch.setattr(stream, "to_host", lambda *args: copied.append(1) or plain(*args))
+    ends = []
+    for by_host in (False, True):
+        run, groups, over, version, asked = engine(llama, slots=slots), begin(), [], 0, []
+
+        def feed(done, under_way, over=over, asked=asked):
+            asked.append(under_way)
+            over.extend(done)
+            return None if len(asked) % 2 == 0 else []
+
+        while groups:
+            groups = decode(run, groups, feed, tokens=40, version=version, keep_cache=True)
+            if by_host:
+                run.copy_cache()
+                run.stopped = None
+            version += 1
+        assert version > 2
+        assert bool(copied) == (by_host and run.decoder is not None)
+        ends.append([(group.number, [(part.tokens, part.versions) for part in group.parts]) for group in over])
+    assert ends[0] == ends[1]
 
 
 def test_a_prompt_longer_than_expected(llama):

@@ -1,7 +1,8 @@
 """Responses that are under way: what an engine leaves when it is stopped in the middle, and goes on from.
 
-All of it is on the host, and the engine keeps nothing beside it. So weights may change in between, others may use the
-engine, and a checkpoint can hold it.
+All of it is on the host, so weights may change in between, others may use the engine, and a checkpoint can hold it.
+Only keys and values that are kept may still lie in the engine: ``NativeEngine.copy_cache`` brings them here, and so
+does whoever else uses the engine.
 """
 
 from __future__ import annotations

@@ -77,15 +77,23 @@ class GraphDecoder:
     def prepare(self, slots: int, prompts: int, prompt_room: int, room: int) -> Slots:
         """Buffers of at least these sizes. What was captured stays, unless they grow or a weight has moved."""
         prompt_room, room = (-(-size // ROOM) * ROOM for size in (prompt_room, room))
-        wanted, weights = (slots, prompts, prompt_room, room), [p.data_ptr() for p in self.model.parameters()]
+        wanted = slots, prompts, prompt_room, room
         if self.buffers is not None:
-            if weights == self._weights and all(a <= b for a, b in zip(wanted, self.buffers.sizes, strict=True)):
+            if not self.weights_moved and all(a <= b for a, b in zip(wanted, self.buffers.sizes, strict=True)):
                 return self.buffers
             wanted = tuple(max(pair) for pair in zip(wanted, self.buffers.sizes, strict=True))  # type: ignore[assignment]
         self.release()
         self.buffers = Slots(wanted, self.cache_tokens, self.page, self.fp8, self.model.device)
-        self._weights = weights
+        self._weights = self._places_of_weights()
         return self.buffers
+
+    @property
+    def weights_moved(self) -> bool:
+        """Since the buffers were made: then what was captured reads the wrong places."""
+        return self._weights != self._places_of_weights()
+
+    def _places_of_weights(self) -> list[int]:
+        return [p.data_ptr() for p in self.model.parameters()]
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from .graph_batch import GraphBatch
 from .graphs import GraphDecoder, Timing
 from .self_check import check_engine
 from .slots import END_ROOM
-from .stream import EagerStream, GraphStream, Outgrown
+from .stream import EagerStream, GraphStream, Outgrown, Stream
 
 
 class NativeEngine:
@@ -53,6 +53,7 @@ class NativeEngine:
     ):
         self.model, self.slots, self.warn = model, slots, warn
         self.busy = 0.0  # share of the slots' time that was decoding, in the last call
+        self.stopped: Stream | None = None  # decoding that may go on where it was: its keys and values are there still
         self.end_ids = sorted(set(end_ids_of(tokenizer, model.generation_config) if end_ids is None else end_ids))
         if not self.end_ids:
             raise ValueError("the model has no end token: neither its tokenizer nor its generation config names one")
@@ -91,6 +92,7 @@ class NativeEngine:
 
     def release(self) -> None:
         """Give back what is held between two calls: caches and graphs. The next call makes new ones."""
+        self._clear()
         if self.decoder is not None:
             self.decoder.release()
         gc.collect()
@@ -167,19 +169,32 @@ class NativeEngine:
         then. Tokens are drawn from the weights as they are now, and are marked with ``version``.
 
         Keys and values of earlier weights are computed anew, unless they come along: with ``keep_cache`` they do, from
-        call to call. Out of memory: goes on with half the slots. See flight.py.
+        call to call. On a GPU they stay where they are until somebody else wants the place. Out of memory: goes on with
+        half the slots. See flight.py.
         """
         if not sampling.whole:
             raise ValueError("responses under way need top_p 1, top_k 0, min_p 0 and a temperature above 0")
         groups = list(groups)
+        stopped = self._stopped_with(groups, n, sampling) if keep_cache else None
+        if stopped is None:
+            self._clear()
         while True:
             batch: EagerStream | GraphStream | None = None
             try:
                 with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
-                    batch = self._stream(n, sampling, version, longest_prompt)
-                    batch.go_on(groups, feed)
+                    if stopped is None:
+                        batch = self._stream(n, sampling, version, longest_prompt)
+                        batch.go_on(groups, feed)
+                    else:
+                        batch, stopped, self.stopped = stopped, None, None
+                        batch.go_on_as(version)
+                        batch.go_on([], feed)
                     self.busy = batch.row_steps / max(1, batch.steps * self.slots)
-                    return batch.left(keep_cache)
+                    groups = batch.left(keep_cache)
+                    self.stopped = batch if keep_cache and groups else None
+                    if self.decoder is None:
+                        self._clear()
+                    return groups
             except (Outgrown, torch.OutOfMemoryError) as error:
                 groups = groups if batch is None else batch.left()
                 outgrown = isinstance(error, Outgrown)
@@ -191,6 +206,26 @@ class NativeEngine:
                 longest_prompt = max(len(group.prompt) for group in groups)
             else:
                 self._halve(self.slots)
+
+    def copy_cache(self) -> None:
+        """What is under way has its keys and values on the host as well, if they are kept: for a checkpoint."""
+        if self.stopped is not None:
+            self.stopped.copy_cache()
+
+    def _clear(self) -> None:
+        """Keys and values of what is under way make room: they go to the host."""
+        self.copy_cache()
+        self.stopped = None
+
+    def _stopped_with(self, groups: Sequence[Underway], n: int, sampling: Sampling) -> GraphStream | None:
+        """The decoding that stopped with these groups, if nobody has used its place or moved a weight since."""
+        batch = self.stopped
+        if not isinstance(batch, GraphStream) or self.decoder is None or batch.buffers is not self.decoder.buffers:
+            return None
+        there = [batch.groups[i] for i in batch.unfinished]
+        same = len(there) == len(groups) and all(one is other for one, other in zip(there, groups, strict=True))
+        fits = (n, sampling) == (batch.n, batch.sampling) and not self.decoder.weights_moved
+        return batch if same and fits else None
 
     def _stream(self, n: int, sampling: Sampling, version: int, longest: int) -> EagerStream | GraphStream:
         if self.decoder is None:
@@ -210,6 +245,7 @@ class NativeEngine:
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Rollout]]:
         batch: EagerBatch | GraphBatch
+        self._clear()
         # kernels and graphs are of the current device
         with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
             if self.decoder is None:

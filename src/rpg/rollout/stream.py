@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,25 @@ from .pages import from_host, to_host
 
 class Outgrown(Exception):
     """A prompt is longer than there is room for: what is under way has to go on from larger buffers."""
+
+
+Rows = dict[int, tuple[list[int], list[float], bool]]
+
+
+def _listed(
+    requests: Sequence[int],
+    places: Sequence[int],
+    tokens: Tensor,
+    logp: Tensor,
+    sizes: Mapping[int, int] | Sequence[int],
+    ended: Mapping[int, int] | Sequence[int],
+) -> Rows:
+    """These places of two tables, of each as many as its request has, in one copy to the host."""
+    if not requests:
+        return {}
+    width, at = max(sizes[r] for r in requests), torch.tensor(places, device=tokens.device)
+    found = zip(requests, tokens[at, :width].tolist(), logp[at, :width].tolist(), strict=True)
+    return {r: (tokens_T[: sizes[r]], logp_T[: sizes[r]], bool(ended[r])) for r, tokens_T, logp_T in found}
 
 
 class Stream:
@@ -68,11 +88,11 @@ class Stream:
                 more = feed(self._read_back(over), len(self.unfinished))
 
     def left(self, keep_cache: bool = False) -> list[Underway]:
-        """The groups that are not over, as far as they have got; with the keys and values of their tokens, or not."""
+        """The groups that are not over, as far as they have got. With ``keep_cache`` the keys and values of their
+        tokens are to be had from ``copy_cache``, as long as nobody else has used the engine."""
         groups = self._read_back([*self.over, *self.unfinished])  # of those that are over after an error
         groups += self.coming
         if keep_cache:
-            self._copy_cache()
             return groups
         for group in groups:
             group.cache = []
@@ -116,11 +136,10 @@ class Stream:
     def _read_back(self, places: Sequence[int]) -> list[Underway]:
         """These groups, with what was drawn since they came."""
         rows = self._rows([r for i in places for r in range(i * self.n, (i + 1) * self.n)])
-        for r, (tokens, logp, size) in rows.items():
+        for r, (tokens, logp, ended) in rows.items():
             part = self._part(r)
-            if size > len(part.tokens):
-                ended = part.over and bool(self.ended[r])
-                part.drawn(tokens[:size].tolist(), logp[:size].tolist(), self.version, ended, part.over)
+            if len(tokens) > len(part.tokens):
+                part.drawn(tokens, logp, self.version, part.over and ended, part.over)
         return [self.groups[i] for i in places]
 
     # ---- each way has its own ----------------------------------------------------------------------------------------
@@ -133,12 +152,12 @@ class Stream:
         """Admit whom there is room for, and draw more tokens."""
         raise NotImplementedError
 
-    def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
-        """Their tokens, the log-probabilities of these, and how many there are: 0 of what is not begun, or was over
-        before."""
+    def _rows(self, requests: Sequence[int]) -> Rows:
+        """Of each: its tokens, their log-probabilities, and whether an end token was the last. No tokens of what is not
+        begun, or was over before."""
         raise NotImplementedError
 
-    def _copy_cache(self) -> None:
+    def copy_cache(self) -> None:
         """The keys and values of all responses under way, to the host."""
         raise NotImplementedError
 
@@ -178,8 +197,8 @@ class EagerStream(Stream, EagerBatch):
     def _more_to_come(self) -> bool:
         return True  # groups are given on the way
 
-    def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
-        return {r: (self.tokens[r], self.logp[r], int(self.length[r])) for r in requests}
+    def _rows(self, requests: Sequence[int]) -> Rows:
+        return _listed(requests, requests, self.tokens, self.logp, self.length.tolist(), self.ended.tolist())
 
     def _enter(self) -> None:
         """Responses that have tokens go on: all of these but the newest belong into the cache."""
@@ -212,7 +231,7 @@ class EagerStream(Stream, EagerBatch):
         """Tokens of this request that belong into the cache."""
         return len(self.prompts[request // self.n]) + len(self._part(request).tokens) - 1
 
-    def _copy_cache(self) -> None:
+    def copy_cache(self) -> None:
         for row, r in enumerate(self.request_A.tolist()):
             self._part(r).cache = self.cache.copy(row, int(self.cache.position_A[row]))
 
@@ -244,27 +263,27 @@ class GraphStream(Stream, GraphBatch):
             raise Outgrown
 
     def _advance(self) -> None:
-        if self.begun and not self.waiting:
-            came = self._enter()
-        else:
-            came = self._admit()
+        came = False
+        while self.begun and not self.waiting and self._enter():
+            came = True
+        if not self.begun or self.waiting:
+            came = self._admit() or came
         if came:
             self._look()  # some end with their first token
         if self.live and not self.over:
             self._decode()
 
-    def _rows(self, requests: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, int]]:
-        b, rows = self.buffers, {}
+    def _rows(self, requests: Sequence[int]) -> Rows:
+        b = self.buffers
         ages = dict(zip(self.live, self.age, strict=True)) | {back.request: back.age for back in self.waiting}
         for r, length in zip(self.live, b.state_5S[LENGTH, : len(self.live)].tolist(), strict=True):
             if length == DEAD:  # after an error: it has ended and nobody has looked. Its last token is drawn again
                 ages[r] = int(b.count_S[self.slot[r]]) - 2
-        for r in requests:
-            if r in ages and not self._part(r).over:
-                rows[r] = b.tokens_SR[self.slot[r]], b.logp_SR[self.slot[r]], ages[r] + 1
-            else:
-                rows[r] = self.tokens[r], self.logp[r], int(self.length[r])
-        return rows
+        lives = {r: ages[r] + 1 for r in requests if r in ages and not self._part(r).over}
+        rest = [r for r in requests if r not in lives]
+        slots, nothing = [self.slot[r] for r in lives], dict.fromkeys(lives, 0)
+        rows = _listed(list(lives), slots, b.tokens_SR, b.logp_SR, lives, nothing)
+        return rows | _listed(rest, rest, self.tokens, self.logp, self.length.tolist(), self.ended.tolist())
 
     def _enter(self) -> bool:
         """Responses that have tokens go on: all of these but the newest belong into the cache."""
@@ -337,7 +356,30 @@ class GraphStream(Stream, GraphBatch):
         self.free.append(slot)
         self.begun.appendleft(request)  # its prompt's pages stay, so nobody else may be waited for before it
 
-    def _copy_cache(self) -> None:
+    # ---- between two steps -------------------------------------------------------------------------------------------
+
+    def go_on_as(self, version: int) -> None:
+        """Everything is where it was when decoding stopped, and the weights may be new. The books forget what is over;
+        rows stand in the order in which they would come from the host."""
+        going = list(self.unfinished)
+        requests = [r for i in going for r in range(i * self.n, (i + 1) * self.n)]
+        group, request = ({old: new for new, old in enumerate(olds)} for olds in (going, requests))
+        rows = self._index(requests)
+        for name in ("uniform", "tokens", "logp", "length", "ended"):
+            setattr(self, name, getattr(self, name)[rows])
+        self.groups, self.prompts = [self.groups[i] for i in going], [self.prompts[i] for i in going]
+        self.undone, self.slot = [self.undone[i] for i in going], [self.slot[r] for r in requests]
+        self.unfinished = {group[i]: count for i, count in self.unfinished.items()}
+        self.prompt_row = {group[i]: row for i, row in self.prompt_row.items()}
+        self.live = [request[r] for r in self.live]
+        self.queue, self.begun = (deque(request[r] for r in some) for some in (self.queue, self.begun))
+        self.waiting = [replace(back, request=request[back.request]) for back in self.waiting]
+        self._keep(sorted(range(len(self.live)), key=self.live.__getitem__))
+        self.pending = {}  # logits of the weights as they were
+        self.steps = self.row_steps = 0
+        self.version = version
+
+    def copy_cache(self) -> None:
         b, pages = self.buffers, self.buffers.pages
         for i, row in self.prompt_row.items():
             self.groups[i].cache = to_host(b.layers, pages.prompts.pages[row])

@@ -93,6 +93,7 @@ class StreamCollector(Collector):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        self.sampler.engine.copy_cache()  # type: ignore[attr-defined]
         ready, ready_tensors = write_groups("ready", self.ready)
         under_way, tensors = write_underway("under_way", self.under_way)
         asked = {str(number): index for number, index in self.asked.items()}
