@@ -4,10 +4,12 @@ VENV   := .venv
 VERL   := .venv-verl
 VLLM   := .venv-vllm
 VERLRUN := .venv-verl-vllm
+DOCS   := .venv-docs
 BIN    := $(VENV)/bin
 SEED   ?= 0
 export OMP_NUM_THREADS ?= 1
 export RPG_VERL_PYTHON ?= $(CURDIR)/$(VERL)/bin/python
+export RPG_DOCS_PYTHON ?= $(CURDIR)/$(DOCS)/bin/python
 
 RESULTS := $(VENV)/results
 # tests that need another environment than .venv
@@ -19,7 +21,7 @@ ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:   # two targets would set up one environment at once; what can be done side by side asks for it below
 endif
 
-.PHONY: help train check check-core test test-rpg test-in-verl test-trl-vllm test-vllm test-verl lint audit audit-page bench clean
+.PHONY: help train check check-core test test-rpg test-in-verl test-trl-vllm test-vllm test-verl lint audit audit-page bench docs docs-serve clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  +##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -53,6 +55,11 @@ $(VLLM)/ready: pyproject.toml constraints-vllm.txt   # vLLM wants an older trans
 $(VERLRUN)/ready: pyproject.toml constraints-verl-vllm.txt   # verl, with vLLM's CPU build for its rollouts
 	$(call INSTALL,$(VERLRUN),constraints-verl-vllm.txt)
 
+$(DOCS)/ready: constraints-docs.txt   # the documentation's generator: neither torch nor rpg
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install -q --no-compile --no-deps -r constraints-docs.txt
+	touch $@
+
 train: $(VENV)/base            ## train the built-in model on the built-in task (SEED=0; OUTPUT=runs/mine, else the next free folder)
 	@env -u OMP_NUM_THREADS $(BIN)/rpg train --seed $(SEED) $(if $(OUTPUT),--output $(OUTPUT))
 	@command -v rpg > /dev/null || echo "rpg is in $(BIN): source $(BIN)/activate"
@@ -76,12 +83,12 @@ check-core: $(VENV)/ready            ## the tests of `make check`
 # other two environments, side by side. After lint every part runs whatever the others say; its last line stands at the end.
 test:            ## lint, types and every test; the peers' real losses, verl and TRL + vLLM included
 	@rm -rf $(RESULTS)
-	@$(MAKE) --no-print-directory -j2 -Otarget lint $(VERL)/ready $(VLLM)/ready
+	@$(MAKE) --no-print-directory -j2 -Otarget lint $(VERL)/ready $(VLLM)/ready $(DOCS)/ready
 	@code=0; $(MAKE) --no-print-directory test-rpg || code=1; \
 	$(MAKE) --no-print-directory -k -j2 -Otarget test-in-verl test-trl-vllm || code=1; \
 	cd $(RESULTS) && for part in *; do printf '%-10s %s\n' $$part "$$(tail -n 1 $$part)"; done; exit $$code
 
-test-rpg: $(VENV)/ready $(VERL)/ready            ## everything that runs in .venv
+test-rpg: $(VENV)/ready $(VERL)/ready $(DOCS)/ready            ## everything that runs in .venv
 	@mkdir -p $(RESULTS)
 	$(BIN)/pytest -n 2 --dist worksteal $(ELSEWHERE:%=--ignore tests/%) 2>&1 | tee $(RESULTS)/rpg
 
@@ -109,5 +116,11 @@ bench: $(VENV)/ready            ## speed beside peers: every part on a GPU, the 
 	env -u OMP_NUM_THREADS $(BIN)/rpg bench
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/loss_overhead.py --repeats 60
 
-clean:            ## remove the environments
-	rm -rf $(VENV) $(VERL) $(VLLM) $(VERLRUN)
+docs: $(DOCS)/ready            ## the documentation site, into site/html; a dead link or any warning fails
+	$(DOCS)/bin/python scripts/site/build.py
+
+docs-serve: $(DOCS)/ready            ## the same at localhost:8000, built again when something is written
+	$(DOCS)/bin/python scripts/site/build.py --serve
+
+clean:            ## remove the environments, and the documentation site
+	rm -rf $(VENV) $(VERL) $(VLLM) $(VERLRUN) $(DOCS) site
