@@ -67,6 +67,7 @@ API = {  # page: its title, the module that introduces it, the names on it
         "verify.verify verify.verdict verify.Verdict verify.verify_reward verify.lenient_reward",
     ),
 }
+AS_WRITTEN = ("verl", "vLLM")  # titles that begin small
 INTRODUCTION = "::: rpg.{}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".css": "css", ".js": "javascript", ".sh": "sh"}
 CODE = re.compile(r"(^ *```.*?^ *```$|^~{8} .*?^~{8}$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
@@ -92,7 +93,7 @@ def order() -> dict[str, dict[str, str]]:
                 continue
             listed.add(name)
             title = short.get(name) or (_heading(name) if "." in shown else shown)
-            pages[name] = title[0].upper() + title[1:] if title.split()[0].islower() else title
+            pages[name] = title if title in AS_WRITTEN else title[0].upper() + title[1:]
     if missing := sorted({*_names("*.md"), *_names("*.html")} - listed):
         raise Wrong(f"docs/README.md, the reading order, is without {', '.join(missing)}")
     return sections
@@ -111,19 +112,18 @@ def _heading(name: str) -> str:
     return found[1]
 
 
-def settings() -> str:
-    """zensical.toml, with the navigation and, where pyproject.toml has one, the repository's address."""
+def settings(folder: Path) -> str:
+    """zensical.toml for a folder: with the navigation and, where pyproject.toml has one, the repository's address."""
     nav: list[object] = [{"Start": "index.md"}]
-    nav += [
-        {section: [{title: place_of(name)} for name, title in pages.items()]} for section, pages in order().items()
-    ]
+    nav += [{section: [{title: place_of(name)} for name, title in pages.items()]} for section, pages in order().items()]
     nav.append({"API": [{title: f"api/{page}.md"} for page, (title, *_) in API.items()]})
     nav.append({"More": [{"Reading order": "reading-order.md"}, {"Changelog": "changelog.md"}]})
     project = tomllib.loads(_read("pyproject.toml"))["project"]
     lines = [f"nav = {_toml(nav)}", f"site_description = {_toml(project['description'])}"]
     if address := project["urls"].get("Repository"):
         lines.append(f"repo_url = {_toml(address)}")
-    return _read("scripts/site/zensical.toml").replace("[project]\n", "\n".join(["[project]", *lines, ""]), 1)
+    text = _read("scripts/site/zensical.toml").replace("[project]\n", "\n".join(["[project]", *lines, ""]), 1)
+    return text.replace('"src"', _toml(os.path.relpath(ROOT / "src", folder)))
 
 
 def _toml(value: object) -> str:
@@ -217,7 +217,7 @@ def prepare(folder: Path) -> None:
     for old in [path for path in (folder / "pages").glob("**/*") if path.is_file() and path not in files]:
         old.unlink()
     files[folder / "docstrings.py"] = _read("scripts/site/docstrings.py")
-    files[folder / "zensical.toml"] = settings()
+    files[folder / "zensical.toml"] = settings(folder)
     for path, content in files.items():
         data = content.encode() if isinstance(content, str) else content
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,15 +227,10 @@ def prepare(folder: Path) -> None:
 
 def build(folder: Path) -> None:
     prepare(folder)
-    done = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict"],
-        cwd=folder,
-        env={**os.environ, "NO_COLOR": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    said = done.stdout.partition("Traceback")[0].strip()  # its warnings; that they stop it needs no traceback
+    line = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # its colours
+    said = said.partition("Traceback")[0].strip()  # that its warnings stop it needs no traceback
     print(said)
     if done.returncode or "griffe" in said:  # what griffe finds wrong with a docstring is no warning to Zensical
         raise Wrong("not built: see above")
