@@ -71,7 +71,7 @@ AS_WRITTEN = ("verl", "vLLM")  # titles that begin small
 INTRODUCTION = "::: rpg.{}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".css": "css", ".js": "javascript", ".sh": "sh"}
 CODE = re.compile(r"(^ *```.*?^ *```$|^~{8} .*?^~{8}$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(\[[\w./-]+\.md\]|\])\(([^)\s]+)\)")  # a page's file name as its text, or the end of any text
+LINK = re.compile(r"(\[[\w./-]+\.(?:md|html)\]|\])\(([^)\s]+)\)")  # a page's file name as its text, or the end of any text
 
 
 class Wrong(Exception):
@@ -114,10 +114,10 @@ def _heading(name: str) -> str:
 
 def settings(folder: Path) -> str:
     """zensical.toml for a folder: with the navigation and, where pyproject.toml has one, the repository's address."""
-    nav: list[object] = [{"Start": "index.md"}]
+    nav: list[object] = [{"Start": "index.md"}, {"Reading order": "reading-order.md"}]
     nav += [{section: [{title: place_of(name)} for name, title in pages.items()]} for section, pages in order().items()]
     nav.append({"API": [{title: f"api/{page}.md"} for page, (title, *_) in API.items()]})
-    nav.append({"More": [{"Reading order": "reading-order.md"}, {"Changelog": "changelog.md"}]})
+    nav.append({"Changelog": "changelog.md"})
     project = tomllib.loads(_read("pyproject.toml"))["project"]
     lines = [f"nav = {_toml(nav)}", f"site_description = {_toml(project['description'])}"]
     if address := project["urls"].get("Repository"):
@@ -173,7 +173,7 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
     while waiting := sorted(linked - done):  # a page of source may link to more of it
         for name in waiting:
             text = turned(name, "\n\n".join(source(name)))
-            yield place_of(name), f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n# {name} {{: .path }}\n\n{text}\n"
+            yield place_of(name), f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n# `{name}`\n\n{text}\n"
         done.update(waiting)
 
 
@@ -188,7 +188,7 @@ def source(name: str) -> Iterator[str]:
             code = cell["cell_type"] == "code"
             yield f"```python\n{text}\n```" if code else re.sub("^#", "##", text, flags=re.M)
     else:
-        yield f"{'~' * 8} {{ .{LANGUAGES.get(path.suffix, 'text')} linenums=1 }}\n{_read(name).rstrip()}\n{'~' * 8}"
+        yield f'{"~" * 8} {LANGUAGES.get(path.suffix, "text")} linenums="1"\n{_read(name).rstrip()}\n{"~" * 8}'
 
 
 def place_of(name: str) -> str:

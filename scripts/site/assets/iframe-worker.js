@@ -8,6 +8,9 @@ if (location.protocol === "file:") {
       document.body.append((this.frame = frame));
       const inside = frame.contentWindow;
       inside.postMessage = (data) => setTimeout(() => this.hear(structuredClone(data)));
+      inside.document.open(); // else some browsers load the empty page once more, and lose what is in it
+      inside.document.write("<body></body>");
+      inside.document.close();
       const script = inside.document.createElement("script");
       this.loaded = new Promise((done) => (script.onload = () => done(inside)));
       script.src = url;
