@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -71,7 +72,7 @@ AS_WRITTEN = ("verl", "vLLM")  # titles that begin small
 INTRODUCTION = "::: rpg.{}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".css": "css", ".js": "javascript", ".sh": "sh"}
 CODE = re.compile(r"(^ *```.*?^ *```$|^~{8} .*?^~{8}$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(\[[\w./-]+\.(?:md|html)\]|\])\(([^)\s]+)\)")  # a page's file name as its text, or the end of any text
+LINK = re.compile(r"(\[[\w./-]+\.(?:md|html)\]|\])\(([^)\s]+)\)")  # a file's name as its text, or any text's end
 
 
 class Wrong(Exception):
@@ -226,8 +227,10 @@ def prepare(folder: Path) -> None:
 
 
 def build(folder: Path) -> None:
+    """The whole site anew: a page from the cache would not say again what is wrong with it."""
     prepare(folder)
-    line = [sys.executable, "-m", "zensical", "build", "--strict"]
+    shutil.rmtree(folder / "html", ignore_errors=True)
+    line = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     done = subprocess.run(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # its colours
     said = said.partition("Traceback")[0].strip()  # that its warnings stop it needs no traceback
@@ -252,8 +255,8 @@ def serve(folder: Path) -> None:
 
 
 def _written() -> float:
-    paths = [ROOT / name for name in PLACES]
-    paths += [path for name in ("docs", "examples", "scripts/site", "src/rpg") for path in (ROOT / name).rglob("*")]
+    folders = [ROOT / name for name in ("docs", "examples", "scripts/site", "src/rpg")]
+    paths = [*(ROOT / name for name in PLACES), *folders, *(path for each in folders for path in each.rglob("*"))]
     return max(path.stat().st_mtime for path in paths if "__pycache__" not in path.parts)
 
 
