@@ -98,7 +98,7 @@ def test_search_where_it_is_served(browser, site):
 
 def test_the_explorer_draws_its_curves(browser, site):
     page = browser.open(site / "index.html")
-    curves = "window.explorer && document.querySelectorAll('svg path').length > 4"
+    curves = "[...document.querySelectorAll('svg path.line')].filter((line) => line.getTotalLength() > 200).length >= 4"
     follow(page, 'nav a[href$="live/explorer.html"]', curves)
     at_ease(page, site.as_uri())
     follow(page, 'a[href="../index.html"]', "document.querySelector('article h1')?.textContent.includes('rpg')")
