@@ -52,6 +52,8 @@ def one(case: str, seed: int, target: float, options: list[str]) -> Row:
         if process.returncode not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise SystemExit(said.read_text())
     trained = [row for row in rows if "ess" in row]
+    if not trained:
+        raise SystemExit("no step had anything to train on: more prompts, or longer responses")
     sampled, used = (sum(row[name] for row in trained) for name in ("groups/sampled", "groups/kept"))
     again = sum(row.get("replay/groups", 0.0) for row in trained)
     parts = {name: statistics.median(row[f"time/{name}"] for row in trained) for name in ("step", "rollout", "train")}

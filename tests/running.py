@@ -36,8 +36,8 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def bits(folder: Path) -> dict[str, Any]:
-    """All of a run that must not depend on whether it was killed on the way."""
+def bits(folder: Path, card: bool = True) -> dict[str, Any]:
+    """All of a run that must not depend on whether it was killed on the way. ``card``: with its command line."""
     rows = [{k: v for k, v in row.items() if not k.startswith(CHANGING)} for row in metrics(folder)]
     found: dict[str, Any] = {"metrics": [json.dumps(row) for row in rows]}
     found["samples"] = (folder / "samples.jsonl").read_bytes()
@@ -47,10 +47,16 @@ def bits(folder: Path) -> dict[str, Any]:
     newest = folder / "checkpoints" / found["checkpoints"][-1]
     for path in sorted(newest.rglob("*.safetensors")):
         found[path.relative_to(newest).as_posix()] = path.read_bytes()
-    found["card"] = (newest / "model" / "README.md").read_text(encoding="utf-8")
+    if card:
+        found["card"] = (newest / "model" / "README.md").read_text(encoding="utf-8")
     state = json.loads((newest / "trainer" / "state.json").read_text())
     found["state"] = {k: v for k, v in state.items() if k not in ("seconds", "spent", "started", "config")}
     return found
+
+
+def without_lights(err: str) -> str:
+    """Stderr without warning lights, which may well light in runs as small as those of tests."""
+    return "".join(line for line in err.splitlines(keepends=True) if not line.startswith("warning: step "))
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -234,7 +234,7 @@ def test_scoring_from_python(server, tmp_path):
 
 def test_models_from_python(server, tmp_path):
     first, whole = guides.blocks(guide("models.md"), "python")
-    (command,) = guides.blocks(guide("models.md"), "bash", "sh")
+    command = guides.blocks(guide("models.md"), "bash", "sh")[0]
     assert "12+7=" in run(server, tmp_path, code=first)
     assert (tmp_path / "copy" / "model.safetensors").exists()
     run(server, tmp_path, *command.split()[1:], *SMALL)

@@ -448,9 +448,9 @@ def test_bare_rpg_shows_the_help():
 def test_what_others_call_a_command_leads_to_one_of_ours():
     names = cli.build_parser()._subparsers._group_actions[0].choices
     for ours, others in cli.COMMANDS_ELSEWHERE.items():
-        cli.build_parser().parse_args(
-            [*ours.split(), *(["x"] if ours.split()[0] in ("export", "sample", "chat") else [])]
-        )
+        first = ours.split()[0]
+        more = {"push": ["x", "org/x"]}.get(first, ["x"] if first in ("export", "sample", "chat", "replay") else [])
+        cli.build_parser().parse_args([*ours.split(), *more])
         assert not set(others) & set(names)
 
 

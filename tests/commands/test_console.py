@@ -90,7 +90,7 @@ def test_into_the_python_that_runs_even_if_another_pip_is_on_the_path(monkeypatc
 
 def test_no_message_names_an_install_command_of_its_own():
     for path in (CLONE / "src").rglob("*.py"):
-        if path.name != "console.py":
+        if path.name not in ("console.py", "card.py"):  # a card is for machines that are not this one
             assert "pip install" not in path.read_text(encoding="utf-8"), path
     for path in [*(CLONE / "docs").rglob("*.md"), CLONE / "README.md", CLONE / "CONTRIBUTING.md"]:
         text = path.read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import settings
+import random_settings as settings
 import torch
 
 from rpg.explorer import javascript, numbers, page, sample, source, words

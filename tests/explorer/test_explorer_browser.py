@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-import settings
+import random_settings as settings
 import torch
 
 from chromium import FOUND, WHY_NOT, Browser

@@ -16,6 +16,7 @@ import tiny
 from guides import ROOT
 from rpg.recorded.layout import checked, read, write
 from rpg.recorded.losses import loss_as_data, loss_of_data
+from rpg.replay import find
 from rpg.run.config import Config, LogConfig
 
 
@@ -191,3 +192,14 @@ def test_every_tensor_and_column_has_its_row_in_the_docs():
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert {*NEEDED, *OPTIONAL, *METADATA} <= named
     assert {*COLUMNS, *TITLES} - {"method", "|g|"} <= named
+
+
+@pytest.mark.parametrize("name", ["mine", "recorded"])
+def test_a_run_of_any_name_has_its_newest_batch(name, tmp_path):
+    folder = tmp_path / name / "recorded"
+    with pytest.raises(ValueError, match="has recorded no batch"):
+        find(tmp_path)
+    folder.mkdir(parents=True)
+    for step in (10, 9):
+        (folder / f"step-{step:06}.safetensors").touch()
+    assert find(tmp_path / name) == find(folder) == folder / "step-000010.safetensors"

@@ -30,7 +30,7 @@ from rpg.run.folder import (
     next_folder,
     settings_of,
 )
-from rpg.training import loop
+from rpg.training import loop, setup
 from rpg.training.loop import Failed, Trainer, train
 from rpg.trust import of_a_run
 from running import assert_same, bits, checkpoints, metrics, summary
@@ -172,7 +172,7 @@ def test_train_again_and_resume_the_latest(home: Path) -> None:
 def test_a_file_or_a_dead_link_in_the_way_is_told_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loop, "load_task", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(setup, "load_task", lambda *_: pytest.fail("loaded"))
     Path("runs").touch()
     Path("link").symlink_to("nowhere/at/all")
     for line, path, what in (
@@ -191,7 +191,7 @@ def test_a_file_or_a_dead_link_in_the_way_is_told_before_anything_is_loaded(
 def test_a_folder_that_may_not_be_written_is_told_before_anything_is_loaded(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "load_task", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(setup, "load_task", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "closed")  # root may do all
     Path("closed").mkdir()
     text = re.escape(f"output: cannot write into {home / 'closed'}; give another folder with --output")

@@ -280,16 +280,16 @@ function remember() {
 function read(address) {
   last = decodeURIComponent(address.replace(/^#/, ""));
   const given = new URLSearchParams(address.replace(/^#/, ""));
-  preset = given.get("preset") in data.presets ? given.get("preset") : FIRST;
+  preset = Object.hasOwn(data.presets, given.get("preset")) ? given.get("preset") : FIRST;
   Object.assign(state, BESIDES, copy(data.presets[preset].state));
   note = "";
   const changed = copy(state);
   const value = (text) => (text === "null" ? null : text === "true" ? true : text === "false" ? false : text !== "" && Number.isFinite(Number(text)) ? Number(text) : text);
-  if (given.get("clip") in data.rules) changed.options = Object.fromEntries(data.rules[given.get("clip")].options.map((o) => [o.name, o.default]));
+  if (Object.hasOwn(data.rules, given.get("clip"))) changed.options = Object.fromEntries(data.rules[given.get("clip")].options.map((o) => [o.name, o.default]));
   for (const [name, text] of given) {
     const known = name.startsWith("o.") ? changed.options : changed, own = name.replace(/^o\./, "");
-    if (own === "clip" && !(text in data.rules)) continue;
-    if (name !== "preset" && own !== "options" && own in known) known[own] = value(text);
+    if (own === "clip" && !Object.hasOwn(data.rules, text)) continue;
+    if (name !== "preset" && own !== "options" && Object.hasOwn(known, own)) known[own] = value(text);
   }
   for (const name of ["advantage", "v", "p", "w", "zoom"]) if (!(changed[name] > 0 && changed[name] < 1e6)) changed[name] = BESIDES[name];
   changed.p = Math.min(changed.p, 0.99);

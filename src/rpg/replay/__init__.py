@@ -151,7 +151,7 @@ def find(path: Path) -> Path:
     """A batch, or the newest that a run has recorded."""
     if not path.is_dir():
         return path
-    found = sorted(path.glob("*.safetensors") if path.name == RECORDED else path.glob(f"{RECORDED}/*.safetensors"))
+    found = sorted(path.glob(f"{RECORDED}/*.safetensors")) or sorted(path.glob("*.safetensors"))
     if not found:
         raise ValueError(f"{path} has recorded no batch: train with --log.record STEP, then replay")
     return found[-1]

@@ -257,7 +257,8 @@ class LogConfig:
     def recorded_steps(self) -> tuple[int, ...]:
         parts = (self.record or "").replace(",", " ").split()
         if not all(part.isdecimal() and int(part) for part in parts):
-            raise ValueError(f"log.record must be steps, counted from 1, with commas as in 10,40; got {self.record!r}")
+            got = repr(self.record)[:40]
+            raise ValueError(f"log.record must be steps, counted from 1, with commas as in 10,40; got {got}")
         return tuple(map(int, parts))
 
 
@@ -381,7 +382,7 @@ def check(config: Config) -> None:
     rollout, optim = config.rollout, config.optim
     check_bounds(config)
     if max(config.log.recorded_steps, default=0) > config.steps:
-        raise ValueError(f"log.record={config.log.record} is beyond the last step: steps={config.steps}")
+        raise ValueError(f"log.record={str(config.log.record)[:40]} is beyond the last step: steps={config.steps}")
     if optim.minibatches > (most := rollout.prompts * rollout.samples):
         raise ValueError(
             f"optim.minibatches must be at most rollout.prompts × samples, {most}; got {optim.minibatches}"

@@ -177,7 +177,8 @@ class Updater:
         if probe is None:  # resumed from a checkpoint of an older version
             return {}
         compute = partial(self.probe.kl, self.policy, world=self.world)
-        return {"kl/start": self.oom_retry.run(probe, compute)}
+        kl = self.oom_retry.run(probe, compute)
+        return {"kl/start": kl} if math.isfinite(kl) else {}
 
     def _bonus(self) -> float:
         """The entropy's coefficient in the next optimiser step."""
