@@ -91,7 +91,7 @@ def _dry_run(study: Study, folder: Path, jobs: int) -> None:
         with one_line(f"{arm.name}: ", ValueError):
             seconds[arm.name] = plan(arm.config).middle.run
     total = 0.0
-    for number, run in enumerate((*study.tuning(), *study.compared()), 1):
+    for number, run in enumerate((*study.tuning, *study.compared()), 1):
         total += seconds[run.arm.name]
         waits = run.part == "compare" and study.candidates
         title = f"{run.arm.name}, seed {run.seed} (once it is tuned)" if waits else run.title

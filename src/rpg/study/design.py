@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -152,10 +153,13 @@ class Study:
         own = flat(settled(arm.config))
         return {path: _value(x, own[path]) for path, x in candidate.items()}
 
-    def tuning(self, arm: Arm | None = None) -> Iterator[PlannedRun]:
+    @cached_property
+    def tuning(self) -> tuple[PlannedRun, ...]:
         """In the order of what they decide: all values of all arms at the first seed."""
-        arms = self.arms if arm is None else (arm,)
-        order = itertools.product(range(self.config.tune_seeds), enumerate(self.candidates), arms)
+        return tuple(self._tuning())
+
+    def _tuning(self) -> Iterator[PlannedRun]:
+        order = itertools.product(range(self.config.tune_seeds), enumerate(self.candidates), self.arms)
         for i, (place, candidate), each in order:
             tried, seed = self.tried(each, candidate), TUNING_SEED + i
             where = {"output": f"tune/{each.slug}/{place}-seed-{seed}", "seed": seed}
@@ -224,7 +228,7 @@ def _study(config: StudyConfig, file: Path) -> Study:
             arms.append(Arm(str(name), condition, made, differ))
     _check_arms(arms)
     study = Study(file.stem, file, config, tuple(arms), tuple(_candidates(config.tune)))
-    for run in (*study.tuning(), *study.compared()):
+    for run in (*study.tuning, *study.compared()):
         if run.seed in (0, TUNING_SEED):
             with _naming(run.arm.name):
                 refuse_ruin(settled(run.config))
