@@ -19,7 +19,8 @@ from ..run.auto import refuse_ruin, settled
 from ..run.config import Config, Count, Natural, Positive, Share
 from ..run.folder import RUNS
 from ..run.settings import Bound, build, change, check_bounds, flat
-from ..training.setup import method_of
+from ..secrets import instead, secrets_in
+from ..training.setup import method_of, task_of
 from ..yaml_text import read_yaml
 
 ENOUGH = 10**6  # steps of a run that minutes or tokens end
@@ -231,9 +232,24 @@ def _study(config: StudyConfig, file: Path) -> Study:
     for run in (*study.tuning, *study.compared()):
         if run.seed in (0, TUNING_SEED):
             with _naming(run.arm.name):
+                for path, _ in secrets_in(flat(run.config)):
+                    raise ValueError(f"{path} is a secret, and no place for one: take it out, and {instead(path)}")
                 refuse_ruin(settled(run.config))
                 method_of(settled(run.config))
     return study
+
+
+def check_runs(study: Study) -> None:
+    """What a run would refuse, as far as that is known before one is begun: its model, rewards and problems are looked
+    for. A mistake is a ValueError of one line."""
+    from ..plan.plan import plan
+
+    first = {run.arm.name: run for run in study.compared() if run.seed == 0}
+    for run in (*study.tuning[:1], *first.values()):
+        with _naming(f"{study.file}: {run.arm.name}"):
+            plan(run.config)
+    if (on := study.config.on) is not None and on not in (sets := task_of(settled(study.arms[0].config)).tests):
+        raise ValueError(f"{study.file}: on must be one of the test sets, {', '.join(sets)}; got {on!r}")
 
 
 def _base(config: StudyConfig, file: Path) -> Config:

@@ -23,7 +23,7 @@ NOTHING_SEEN = "no difference seen"
 def outcome(study: Row, rows: Sequence[Row]) -> Row:
     """Of what has ended so far."""
     compared = {(row["arm"], row["seed"]): row for row in rows if row["part"] == "compare"}
-    start: Mapping[str, list[int]] = next((row["first"] for row in compared.values() if row["first"]), {})
+    start = {row["seed"]: row["first"] for row in compared.values() if row["first"]}
     results = {arm["name"]: _of_arm(study, arm, compared, start) for arm in study["arms"]}
     differences = list(_differences(study, results, _finest(list(compared.values()))))
     arms = [_told(study, arm, compared, results[arm["name"]], rows) for arm in study["arms"]]
@@ -51,14 +51,14 @@ def _metric(study: Row, compared: Mapping[Any, Row]) -> str:
 
 
 def _of_arm(
-    study: Row, arm: Row, compared: Mapping[Any, Row], start: Mapping[str, list[int]]
+    study: Row, arm: Row, compared: Mapping[Any, Row], start: Mapping[int, Mapping[str, list[int]]]
 ) -> dict[int, NDArray[np.float64]]:
     """By seed, the share of right responses to each problem at the run's last evaluation. A run that failed before it
-    had one counts as the start model, which all share."""
-    by_seed = {}
+    had one counts as the start model, as other runs with its seed have seen it."""
+    by_seed, any_start = {}, next(iter(start.values()), {})
     for seed in range(study["seeds"]):
         row = compared.get((arm["name"], seed))
-        if row is not None and len(x := shares(row["last"] or start, row["k"], study["on"])):
+        if row is not None and len(x := shares(row["last"] or start.get(seed, any_start), row["k"], study["on"])):
             by_seed[seed] = x
     return by_seed
 

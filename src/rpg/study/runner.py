@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from ..console import duration, percent
+from ..costs.memory import GPU_SHARE
 from ..run.auto import settled
 from ..run.config import Config
 from ..run.folder import SETTINGS, is_run, locked
@@ -32,6 +33,7 @@ LOOK = 0.1  # seconds between looks at the processes
 PATIENCE = 20.0  # seconds that a run has to end at once
 STOPPED = (129, 130, 143)  # exit codes of rpg train that a signal has stopped
 SETUP = 2  # exit code of rpg train: a mistake in the settings, of which nothing came
+OTHERS = "results-before.jsonl"
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -153,7 +155,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                env=os.environ | {"OMP_NUM_THREADS": threads},
+                env=os.environ | {"OMP_NUM_THREADS": threads, GPU_SHARE: str(1 / self.jobs)},
                 start_new_session=True,  # Ctrl-C comes to us alone, and we tell the runs
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
@@ -226,10 +228,14 @@ class Runner:
         self.rows = {name: row for name, row in rows.items() if name in tuning}
         self._plan()
         planned = tuning | {r.id: r for r in self.study.compared(self.chosen)}
-        for name, row in rows.items():
-            if name in planned and row["digest"] != planned[name].digest:
+        known = {name: row for name, row in rows.items() if name in planned}
+        for name, row in known.items():
+            if row["digest"] != planned[name].digest:
                 raise self._outdated(name, self._differing(planned[name]))
-        return {name: row for name, row in rows.items() if name in planned}
+        if away := len(rows) - len(known):
+            shutil.copy(self.folder / FILE, self.folder / OTHERS)
+            self.say(f"{away} runs are no part of the study any more; {self.folder / OTHERS} keeps their lines")
+        return known
 
     def _outdated(self, name: str, differing: str) -> ValueError:
         return ValueError(
@@ -248,11 +254,12 @@ class Runner:
         return ""
 
     def forget_failed(self) -> int:
-        """Failed runs are made again, from the beginning. How many."""
+        """Failed runs are made again, from the beginning: how many. Tuning is over where compared runs have finished."""
         if not (self.folder / FILE).is_file():
             return 0
         study, rows = read_results(self.folder)
-        failed = [row for row in rows if row["status"] != "finished"]
+        over = {row["arm"] for row in rows if row["part"] == "compare" and row["status"] == "finished"}
+        failed = [r for r in rows if r["status"] != "finished" and not (r["part"] == "tune" and r["arm"] in over)]
         for row in failed:
             shutil.rmtree(self.folder / row["run"], ignore_errors=True)
         write_results(self.folder, study, [row for row in rows if row not in failed])
