@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .results import Row
-from .scores import best_mean, final_mean, first_mean, reached, shares
+from .scores import best_mean, final_mean, first_mean, mean_of, reached, shares
 from .statistics import Estimated, estimated, holm
 
 ALPHA = 0.05
@@ -33,9 +33,11 @@ def outcome(study: Row, rows: Sequence[Row]) -> Row:
         "planned": study["planned"],
         "metric": _metric(study, compared),
         "budget": study["budget"],
+        **{name: study[name] for name in ("version", "model", "task", "seeds")},
         "target": study["target"],
         "arms": arms,
         "differences": differences,
+        "tuning": list(_tuning(study, arms, rows)),
         "failed": [_failure(row) for row in rows if row["status"] != "finished"],
         "verdict": list(_verdict(study, arms, differences)),
     }
@@ -95,6 +97,7 @@ def _told(
         "steps": median(row["step"] for row in runs) if runs else None,
         "target": _target(runs, study["target"], on),
         "failed": sum(row["status"] != "finished" for row in runs),
+        "curve": _curve(runs, on),
         "runs": [
             {
                 "seed": row["seed"],
@@ -141,6 +144,49 @@ def _target(runs: Sequence[Row], target: float | None, on: str | None) -> Row | 
         middle = median(math.inf if time is None else time[i] for time in times) if times else math.inf
         told[name] = middle if math.isfinite(middle) else None
     return told
+
+
+def _curve(runs: Sequence[Row], on: str | None) -> list[Row]:
+    """Mean, lowest and highest over the seeds at each evaluation. A run that has ended keeps its last value, so that
+    the mean does not rise when a bad one is gone."""
+    points: list[Row] = []
+    begun = [row["evals"] for row in runs if row["evals"]]
+    for step in sorted({e[0] for evals in begun for e in evals}):
+        here = [[e for e in evals if e[0] <= step] for evals in begun]
+        values = [x for evals in here if evals and (x := mean_of(evals[-1][3], on)) is not None]
+        at = [evals[-1] for evals in here if evals and evals[-1][0] == step]
+        if values:
+            points.append(
+                {
+                    "step": step,
+                    "tokens": fmean(e[1] for e in at),
+                    "seconds": fmean(e[2] or 0.0 for e in at),
+                    "mean": fmean(values),
+                    "low": min(values),
+                    "high": max(values),
+                }
+            )
+    return points
+
+
+def _tuning(study: Row, arms: Sequence[Row], rows: Sequence[Row]) -> Iterator[Row]:
+    """Of each arm the values that were tried, and how its runs ended on the problems set aside."""
+    for arm in arms:
+        mine = [row for row in rows if row["part"] == "tune" and row["arm"] == arm["name"]]
+        values: list[Row] = []
+        for row in mine:
+            if row["tried"] not in values:
+                values.append(row["tried"])
+        for tried in values:
+            runs = [row for row in mine if row["tried"] == tried]
+            yield {
+                "arm": arm["name"],
+                "tried": tried,
+                "mean": fmean(final_mean(row, None) or 0.0 for row in runs),
+                "runs": len(runs),
+                "failed": sum(row["status"] != "finished" for row in runs),
+                "chosen": bool(arm["runs"]) and tried == arm["tried"],
+            }
 
 
 def _at_edges(arm: str, tried: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:

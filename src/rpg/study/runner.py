@@ -254,7 +254,7 @@ class Runner:
         return ""
 
     def forget_failed(self) -> int:
-        """Failed runs are made again, from the beginning: how many. Tuning is over where compared runs have finished."""
+        """Failed runs are made again from the beginning: how many. Tuning is over where compared runs finished."""
         if not (self.folder / FILE).is_file():
             return 0
         study, rows = read_results(self.folder)
