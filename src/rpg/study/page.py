@@ -18,7 +18,7 @@ STYLE = Path(report.__file__).with_name("page.css")
 MORE = """
 .verdict { font-size: 1.1rem; max-width: 46em; padding-left: 1.2em; } .verdict li { margin: 0 0 .4em; }
 .panel svg { display: block; width: 100%; height: auto; } .panel h3 { min-height: 1.4em; }
-.target { stroke: var(--muted); stroke-dasharray: 4 4; } 
+.target { stroke: var(--muted); stroke-dasharray: 4 4; }
 .keys { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 0; padding: 0; list-style: none; }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 28px 32px; }
 .panels { margin-top: 20px; }
