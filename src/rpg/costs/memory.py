@@ -7,6 +7,7 @@ is given back before the second, so that each phase has the device for itself.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ CPU_SLOTS, MOST_SLOTS, SLOTS = 256, 1024, 64  # decoded at once; on a GPU a mult
 MOST_TOKENS, ENOUGH_TOKENS, LEAST_TOKENS = 32768, 8192, 1024  # on a GPU; below enough, activations are recomputed
 READ_TOKENS = 32768  # of prompts, in one pass of the engine
 SHARE = 0.9  # of the device's memory that is planned for; the rest: workspaces, graphs, logits, fragments
+GPU_SHARE = "RPG_GPU_SHARE"  # in the environment: of a GPU's memory, for each of several runs on it (rpg study)
 HOST_SHARE = 0.5  # of the host's memory that is taken for offload without being asked
 WAITING_SHARE = 0.25  # of it, at most, for responses that wait for pages
 WORTH = 1.5  # times the rows at a time, from which on offload is worth its transfers
@@ -352,4 +354,6 @@ def available_bytes(device: torch.device) -> int | None:
     """Of a GPU, to plan with: what is free and what this process has. None: a CPU."""
     if device.type != "cuda":
         return None
-    return int(SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+    free, total = torch.cuda.mem_get_info(device)
+    mine = float(os.environ.get(GPU_SHARE, 1)) * total
+    return int(SHARE * min(free + torch.cuda.memory_reserved(device), mine))

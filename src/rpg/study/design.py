@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -18,7 +19,8 @@ from ..run.auto import refuse_ruin, settled
 from ..run.config import Config, Count, Natural, Positive, Share
 from ..run.folder import RUNS
 from ..run.settings import Bound, build, change, check_bounds, flat
-from ..training.setup import method_of
+from ..secrets import instead, secrets_in
+from ..training.setup import method_of, task_of
 from ..yaml_text import read_yaml
 
 ENOUGH = 10**6  # steps of a run that minutes or tokens end
@@ -152,10 +154,13 @@ class Study:
         own = flat(settled(arm.config))
         return {path: _value(x, own[path]) for path, x in candidate.items()}
 
-    def tuning(self, arm: Arm | None = None) -> Iterator[PlannedRun]:
+    @cached_property
+    def tuning(self) -> tuple[PlannedRun, ...]:
         """In the order of what they decide: all values of all arms at the first seed."""
-        arms = self.arms if arm is None else (arm,)
-        order = itertools.product(range(self.config.tune_seeds), enumerate(self.candidates), arms)
+        return tuple(self._tuning())
+
+    def _tuning(self) -> Iterator[PlannedRun]:
+        order = itertools.product(range(self.config.tune_seeds), enumerate(self.candidates), self.arms)
         for i, (place, candidate), each in order:
             tried, seed = self.tried(each, candidate), TUNING_SEED + i
             where = {"output": f"tune/{each.slug}/{place}-seed-{seed}", "seed": seed}
@@ -224,12 +229,27 @@ def _study(config: StudyConfig, file: Path) -> Study:
             arms.append(Arm(str(name), condition, made, differ))
     _check_arms(arms)
     study = Study(file.stem, file, config, tuple(arms), tuple(_candidates(config.tune)))
-    for run in (*study.tuning(), *study.compared()):
+    for run in (*study.tuning, *study.compared()):
         if run.seed in (0, TUNING_SEED):
             with _naming(run.arm.name):
+                for path, _ in secrets_in(flat(run.config)):
+                    raise ValueError(f"{path} is a secret, and no place for one: take it out, and {instead(path)}")
                 refuse_ruin(settled(run.config))
                 method_of(settled(run.config))
     return study
+
+
+def check_runs(study: Study) -> None:
+    """What a run would refuse, as far as that is known before one is begun: its model, rewards and problems are looked
+    for. A mistake is a ValueError of one line."""
+    from ..plan.plan import plan
+
+    first = {run.arm.name: run for run in study.compared() if run.seed == 0}
+    for run in (*study.tuning[:1], *first.values()):
+        with _naming(f"{study.file}: {run.arm.name}"):
+            plan(run.config)
+    if (on := study.config.on) is not None and on not in (sets := task_of(settled(study.arms[0].config)).tests):
+        raise ValueError(f"{study.file}: on must be one of the test sets, {', '.join(sets)}; got {on!r}")
 
 
 def _base(config: StudyConfig, file: Path) -> Config:
