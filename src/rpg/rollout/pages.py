@@ -108,7 +108,7 @@ def to_host(layers: Sequence[LayerCache], rows: Sequence[Sequence[int]]) -> list
             found = part[pages]
             copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
             copy.copy_(found, non_blocking=True)
-            for row, piece in zip(owners, copy.split(list(owners.values())), strict=True):
+            for row, piece in zip(owners, torch.split(copy, list(owners.values())), strict=True):
                 copies[row].append(piece)
     if parts[0].is_cuda:
         torch.cuda.synchronize()

@@ -386,7 +386,8 @@ class GraphStream(Stream, GraphBatch):
         held += [
             pages.slots.pages[self.slot[r]][: pages.needed(age)] for r, age in zip(self.live, self.age, strict=True)
         ]
-        owners = [*(self.groups[i] for i in self.prompt_row), *(self._part(r) for r in self.live)]
+        owners: list[Underway | Partial] = [self.groups[i] for i in self.prompt_row]
+        owners += [self._part(r) for r in self.live]
         for owner, copies in zip(owners, to_host(b.layers, held), strict=True):
             owner.cache = copies
         for back in self.waiting:
