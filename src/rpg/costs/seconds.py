@@ -101,7 +101,9 @@ def train_seconds(
     least = (
         max(1.0, sizes.tokens / work.micro_tokens) * operations.layers * device.train_layer * (1 / 3 if forward else 1)
     )
-    seconds = max(products + (share + again) * moved / device.bandwidth, least)
+    passes = max(1.0, sizes.tokens / work.micro_tokens) * (1 if forward else 2 + work.recompute)
+    dense = passes * operations.dequantise_bytes / device.bandwidth
+    seconds = max(products + dense + (share + again) * moved / device.bandwidth, least)
     if forward:
         return seconds
     return seconds + optimiser_steps * work.trained * OPTIMISER_BYTES / device.bandwidth

@@ -76,7 +76,7 @@ def linear(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
 
 def _few(x: Tensor) -> bool:
     """In a decoding step only: elsewhere log-probabilities with and without gradients are the same bits."""
-    return within_merging() and x.dtype == torch.bfloat16 and x.numel() <= FEW_ROWS * x.shape[-1] and has_triton(x)
+    return within_merging() and x.element_size() == 2 and x.numel() <= FEW_ROWS * x.shape[-1] and has_triton(x)
 
 
 class _Product(torch.autograd.Function):

@@ -49,6 +49,7 @@ from .setup import (
     about_sampler,
     anchored,
     check_ahead,
+    check_ranks,
     check_fit,
     check_rewards,
     check_rollout,
@@ -138,6 +139,7 @@ class Trainer:
         taught = with_teacher(config, None if start is None else start.state) if method.has_kl else config
         check_rollout(config)
         check_ahead(config, method, world.size)
+        check_ranks(config, world.size)
         check_rewards(config)
         for text in (*(objection.text for objection in objections(config)), *warnings_about(method, config)):
             self._warn(text)

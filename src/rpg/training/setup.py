@@ -311,6 +311,12 @@ def check_ahead(config: Config, method: Method, ranks: int) -> None:
             raise ValueError(why)
 
 
+def check_ranks(config: Config, ranks: int) -> None:
+    """What several processes cannot do yet."""
+    if ranks > 1 and config.peft.base_bits is not None:
+        raise ValueError("peft.base_bits does not run under torchrun yet: leave it out, or take one process")
+
+
 def warnings_about(method: Method, config: Config) -> Iterator[str]:
     """What is allowed, but seldom meant."""
     optim, loss = config.optim, method.loss
