@@ -112,7 +112,8 @@ def adapted(model: Any) -> bool:
 
 def base_bits(model: Any) -> int | None:
     """What the adapter's folder says of the model it is for."""
-    return vars(model).get(BASE_BITS)
+    bits: int | None = vars(model).get(BASE_BITS)
+    return bits
 
 
 def method_of(model: Any) -> str:
