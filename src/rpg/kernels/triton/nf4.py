@@ -10,6 +10,7 @@ from . import next_power_of_2
 
 BLOCKS = 64  # of weights, a program that makes them dense
 COLUMNS, STEP = 16, 128  # of a program of the product: columns of the result, and bytes of each row at a time
+STAGES, WARPS = 3, 4
 PROGRAMS = 512  # rows of few columns are cut into parts until there are so many
 LEAST = 4  # steps of a part
 
@@ -71,7 +72,7 @@ def product(x: Tensor, packed: Tensor, scale: Tensor, table: Tensor, bias: Tenso
     out = torch.empty(parts, rows, columns, device=x.device, dtype=x.dtype if plain else torch.float32)
     product_kernel[(tiles, parts)](
         x.contiguous(), packed, scale, table, out, rows, columns, width, steps,
-        ROWS=max(16, next_power_of_2(rows)), COLUMNS=COLUMNS, STEP=STEP,
+        ROWS=max(16, next_power_of_2(rows)), COLUMNS=COLUMNS, STEP=STEP, num_stages=STAGES, num_warps=WARPS,
     )  # fmt: skip
     sums = out[0] if parts == 1 else out.sum(0)
     return (sums if bias is None else sums + bias).to(x.dtype)
