@@ -10,6 +10,7 @@ import rpg
 import tiny
 from rollout.engines import engine, flat, forward_logp
 from rpg.costs.memory import Layout, estimate
+from rpg.export.start import fresh
 from rpg.export.trl import fields as of_trl
 from rpg.export.verl import export as of_verl
 from rpg.models import adapters, four_bits
@@ -216,9 +217,12 @@ def test_an_adapter_of_another_kind_is_refused_on_it(base, tmp_path):
         Policy.load(str(tmp_path / "ia3"))
 
 
-def test_what_holds_the_model_in_another_way_is_refused():
+def test_what_holds_the_model_in_another_way_is_refused(base, tmp_path):
     with pytest.raises(ValueError, match=r"peft\.base_bits goes with rollout\.engine native"):
         Config(peft=FOUR, rollout=RolloutConfig(engine="vllm"))
+    moved(load(base)).save(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="rpg merge it first"):
+        fresh(Config(model=str(tmp_path / "adapter")))
     for other in (of_verl, of_trl):
         with pytest.raises(ValueError, match=r"peft\.base_bits"):
             other(Config(peft=PeftConfig("lora", {}, 4)))

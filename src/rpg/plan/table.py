@@ -266,4 +266,6 @@ def way_out(plan: Plan) -> str:
         return f"--peft.method lora trains an adapter; or {several}"
     if lowest <= plan.available:
         return f"lower rollout.max_new_tokens, rollout.slots or optim.micro_tokens; or {several}"
+    if not plan.packed and plan.memory.weights < 3 * plan.available and plan.config.peft.method in (None, "lora"):
+        return f"--peft.method lora --peft.base_bits 4 holds the frozen weights in 4 bits; or {several}"
     return several
