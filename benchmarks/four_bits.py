@@ -1,6 +1,6 @@
 """A base in 4 bits: what it holds, what it costs, and whether it learns the same.
 
-    python benchmarks/four_bits.py [--parts abc] [--model FOLDER] [--minutes M] [--json FILE] [-- flags of rpg train]
+    python benchmarks/four_bits.py [--parts abc] [--model FOLDER] [--config FILE] [--minutes M] [-- flags of rpg train]
 
 a  a model of 7B (--shape; random weights, made on the device layer by layer) does one step of training in --limit GB:
    peaks beside those of the plan
@@ -186,7 +186,8 @@ def twice(args: argparse.Namespace) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--model", args.model, "--seed", str(args.seed), *LORA, *bits]
             flags += ["--minutes", str(args.minutes), "--steps", "10000", "--eval.every", "0"]
-            flags += ["--optim.offload", "false", *QUIET, *args.flags]
+            flags += ["--optim.offload", "false", "--optim.lr", str(args.lr), *QUIET]
+            flags += [*(["--config", args.config] if args.config else []), *args.flags]
             command = [sys.executable, "-m", "rpg", "train", "--output", f"{folder}/run", *flags]
             subprocess.run(command, check=True)
             rows = read(Path(folder) / "run" / "metrics.jsonl")
@@ -366,6 +367,8 @@ def main() -> None:
     add("--card", default="rtx4090", help="a: the card of the plan")
     add("--shape", default="7b", choices=list(SHAPES), help="a, c: sizes of the model")
     add("--model", default="builtin", help="b: the model")
+    add("--config", help="b: settings of rpg train")
+    add("--lr", type=float, default=1e-4, help="b: of the adapter; recipes have that of whole models")
     add("--minutes", type=float, default=1.0, help="b: of each run, without its evaluations")
     add("--seed", type=int, default=0, help="b: of both runs")
     add("--card-of-runs", default="h200", help="b: the card of the plan")
