@@ -31,6 +31,7 @@ from typing import Any
 
 QUIET = ["--log.view", "none", "--checkpoint.keep", "0", "--log.tensorboard", "false", "--log.report", "false"]
 LORA = ["--peft.method", "lora"]
+SAME = ["--optim.micro_tokens", "8192", "--optim.recompute", "true"]  # else activations, which vary, are most of it
 SHAPES = {  # hidden, ffn, layers, heads, key heads, words
     "7b": (3584, 18944, 28, 28, 4, 152064),
     "tiny": (64, 128, 2, 4, 2, 64),
@@ -186,7 +187,7 @@ def twice(args: argparse.Namespace) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             flags = ["--model", args.model, "--seed", str(args.seed), *LORA, *bits]
             flags += ["--minutes", str(args.minutes), "--steps", "10000", "--eval.every", "0"]
-            flags += ["--optim.offload", "false", "--optim.lr", str(args.lr), *QUIET]
+            flags += ["--optim.offload", "false", "--optim.lr", str(args.lr), *QUIET, *SAME]
             flags += [*(["--config", args.config] if args.config else []), *args.flags]
             command = [sys.executable, "-m", "rpg", "train", "--output", f"{folder}/run", *flags]
             subprocess.run(command, check=True)
