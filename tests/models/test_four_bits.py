@@ -18,6 +18,8 @@ from rpg.models.meta import shell
 from rpg.models.plain_weights import merged_state
 from rpg.models.policy import Policy
 from rpg.run.config import Config, PeftConfig, RolloutConfig
+from rpg.run.settings import build, flags_of
+from rpg.training.setup import check_ranks
 from running import metrics
 
 IDS = torch.tensor([[5, 6, 7, 3, 9, 10, 11, 12], [4, 4, 9, 2, 8, 30, 31, 1]])
@@ -215,6 +217,24 @@ def test_an_adapter_of_another_kind_is_refused_on_it(base, tmp_path):
     (tmp_path / "ia3" / four_bits.FILE).write_text(json.dumps({"base_bits": 4, "format": "nf4", "block": 64}))
     with pytest.raises(ValueError, match="plain LoRA, not ia3"):
         Policy.load(str(tmp_path / "ia3"))
+
+
+def test_the_setting_is_a_number_or_none():
+    for flags in ({"peft.base_bits": "4"}, {"peft.base_bits": 4}):
+        config = build(Config, flags={**flags, "peft.method": "lora"})
+        assert config.peft.base_bits == 4
+        assert ("--peft.base_bits", "4") in list(flags_of(config))
+    assert build(Config, flags={"peft.base_bits": "none"}).peft.base_bits is None
+    for wrong in ("8", 8, True, 4.0):
+        with pytest.raises(ValueError, match=r"peft\.base_bits must be one of 4"):
+            build(Config, flags={"peft.base_bits": wrong})
+
+
+def test_several_processes_are_refused(base):
+    check_ranks(load(base), 1)
+    check_ranks(Policy.load(str(base)), 2)
+    with pytest.raises(ValueError, match="torchrun"):
+        check_ranks(load(base), 2)
 
 
 def test_what_holds_the_model_in_another_way_is_refused(base, tmp_path):

@@ -4,6 +4,8 @@ Two lines, fitted to the rows of docs/speed-table.md, which they meet within a f
 
 a decoding step    1.3 × its floor + 36 µs a layer
 training           1.2 × its products + 12 × its activations moved through memory; not less than 8 ms a layer and pass
+
+Weights in 4 bits are made dense in every pass, twice or thrice for a micro-batch with gradients.
 """
 
 from __future__ import annotations

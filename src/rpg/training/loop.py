@@ -139,7 +139,6 @@ class Trainer:
         taught = with_teacher(config, None if start is None else start.state) if method.has_kl else config
         check_rollout(config)
         check_ahead(config, method, world.size)
-        check_ranks(config, world.size)
         check_rewards(config)
         for text in (*(objection.text for objection in objections(config)), *warnings_about(method, config)):
             self._warn(text)
@@ -165,6 +164,7 @@ class Trainer:
             options=config.model_options,
             peft=config.peft,
         )
+        check_ranks(self.policy, world.size)
         self.progress = progress = Progress() if start is None else Progress.load(start.state)
         teacher = load_teacher(taught, self.policy) if config.reference.model is not None and method.has_kl else None
         held = method.anchor != "old" and (teacher is not None or not self.policy.adapted)  # a second set of weights
