@@ -30,7 +30,7 @@ def check_dequantise():
 
 def check_product():
     table = torch.tensor(nf4.TABLE)
-    for rows, width, columns in ((1, 64, 5), (5, 2112, 48), (20, 448, 33)):  # 2112: a sum of two parts, the second short
+    for rows, width, columns in ((1, 64, 5), (5, 2112, 48), (20, 448, 33)):  # 2112: a sum in two parts, one short
         packed, scale = weights(columns, width)
         g = torch.Generator().manual_seed(1)
         x, bias = torch.randn(rows, width, generator=g), torch.randn(columns, generator=g)
