@@ -16,6 +16,7 @@ import torch
 
 from ..distributed.ranks import ALONE, World
 from ..models.adapters import adapted
+from ..models.four_bits import largest_dense, packed_bytes
 from ..models.meta import Shell, shell
 from ..run.config import Config
 from ..run.teacher import naming, teacher_of
@@ -30,7 +31,7 @@ HOST_SHARE = 0.5  # of the host's memory that is taken for offload without being
 WAITING_SHARE = 0.25  # of it, at most, for responses that wait for pages
 WORTH = 1.5  # times the rows at a time, from which on offload is worth its transfers
 PHASES = ("sampling", "training")
-PARTS = ("weights", "masters", "moments", "gradients", "reference", "cache", "reading", "activations")
+PARTS = ("weights", "masters", "moments", "gradients", "reference", "dense", "cache", "reading", "activations")
 ABSENT = {"sampling": ("gradients", "activations"), "training": ("reading",)}
 MOVED = {"sampling": ("masters", "moments"), "training": ("cache",)}  # with offload
 
@@ -56,6 +57,8 @@ class Memory:
     activations: int
     """what the backward pass needs of the forward pass of a micro-batch"""
     offload: bool = False
+    dense: int = 0
+    """the largest matrix of a model in 4 bits, while it is multiplied"""
 
     def during(self, phase: str) -> dict[str, int]:
         """The parts that are on the device while responses are sampled, or while the model is trained."""
@@ -141,7 +144,7 @@ def _estimate(
     size = weights[0][1]  # of the embedding, and of all that is not an adapter
     shape, longest = Shape.of(model.config.get_text_config()), longest_row(config)
     return Memory(
-        weights=_bytes(weights),
+        weights=_bytes(weights) + packed_bytes(model),
         masters=sum(n * 4 for n, size in trained if size < 4),
         moments=2 * sum(n * max(size, 4) for n, size in trained),
         gradients=sum(n * (4 + size if size < 4 else size) for n, size in trained),
@@ -150,6 +153,7 @@ def _estimate(
         reading=READ_TOKENS * shape.layer_bytes(size),
         activations=max(micro_tokens, longest) * shape.activation_bytes(size, recompute, logits),  # none is cut
         offload=layout.offload,
+        dense=largest_dense(model),
     )
 
 
@@ -207,7 +211,7 @@ def lay_out(
     each = shape.cache_bytes(size, rollout.cache_dtype)
     row = row_tokens(config, trained)
     if not trained:
-        return _fitted(config, available - parts.weights - parts.reading, each, row, False)
+        return _fitted(config, available - parts.weights - parts.dense - parts.reading, each, row, False)
     moving = replace(parts, offload=True)
     if asked and host is not None and moving.moved > host:
         raise ValueError(
@@ -355,5 +359,6 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    mine = float(os.environ.get(GPU_SHARE, 1)) * total
-    return int(SHARE * min(free + torch.cuda.memory_reserved(device), mine))
+    # a study's runs share a GPU, and a process may have been limited
+    share = min(float(os.environ.get(GPU_SHARE, 1)), torch.cuda.get_per_process_memory_fraction(device))
+    return int(SHARE * min(free + torch.cuda.memory_reserved(device), share * total))
