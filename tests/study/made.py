@@ -31,7 +31,8 @@ def say(what):
     with open({log!r}, "a") as log:
         log.write(folder.split("/study/")[-1] + " " + what + "\\n")
 if {refused!r} and {refused!r} in folder:
-    sys.exit("no such thing" if not print("no such thing", file=sys.stderr) and False else 2)
+    print("no such thing")
+    sys.exit(2)
 os.makedirs(folder, exist_ok=True)
 lock = os.open(folder, os.O_RDONLY)
 try:

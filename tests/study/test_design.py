@@ -6,6 +6,7 @@ import pytest
 
 from rpg.run.settings import flat
 from rpg.study.design import check_runs, read_study
+from rpg.training.setup import held_out, task_of
 
 GOOD = "compare: [dapo, grpo]\nbudget: {steps: 20}\n"
 
@@ -66,7 +67,7 @@ def test_a_mistake_is_told_in_one_line_before_anything_runs(read, tmp_path, text
         ("set: {task.name: nothing.jsonl}\n", "no such file: nothing.jsonl"),
         ("set: {model: /nowhere/at/all}\n", "/nowhere/at/all"),
         ("set: {task.rewards: {nothing.py:score: 1}}\n", "nothing.py"),
-        ("on: aime\n", "on must be one of the test sets, arithmetic; got 'aime'"),
+        ("test_set: aime\n", "test_set must be one of arithmetic; got 'aime'"),
     ],
 )
 def test_what_runs_would_refuse_is_refused_before_them(read, more, said):
@@ -103,13 +104,11 @@ def test_tuning_and_comparing_share_the_budget_and_nothing_else(read):
 
 
 def test_the_problems_set_aside_are_neither_trained_on_nor_tested(read):
-    from rpg.training.setup import task_of
-
     task = task_of(read(GOOD + "tune: {optim.lr: [x1]}\n").tuning[0].config)
     aside = {p.prompt for p in task.tests["aside"]}
     assert len(aside) == 128
     plain = next(iter(read(GOOD).compared())).config
-    assert not aside & {p.prompt for problems in task_of(plain).tests.values() for p in problems}
+    assert not aside & {p.prompt for p in held_out(task_of(plain), plain)["arithmetic"]}
     assert not aside & {task.train[i].prompt for i in range(2000)}
 
 

@@ -7,8 +7,8 @@ import json
 
 import numpy as np
 import pytest
-
 from made import Drawn, row
+
 from rpg.study.outcome import NOTHING_SEEN
 from rpg.study.page import html
 from rpg.study.statistics import estimated, holm, mean_and_error, t_quantile, t_tails
