@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rpg.run.settings import flat
 from rpg.study.design import check_runs, read_study
 from rpg.training.setup import held_out, task_of
 
+STUDIES = sorted((Path(__file__).parents[2] / "studies").glob("*.yaml"))
 GOOD = "compare: [dapo, grpo]\nbudget: {steps: 20}\n"
 
 
@@ -116,3 +119,11 @@ def test_the_problems_set_aside_are_neither_trained_on_nor_tested(read):
 def test_every_run_has_the_budget(read, budget):
     study = read(f"compare: [dapo, grpo]\nbudget: {{{budget}: 5}}\nset: {{optim.schedule: constant}}\n")
     assert {getattr(run.config, budget) for run in study.compared()} == {5}
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
+def test_the_studies_that_come_with_it_are_sound(file):
+    study = read_study(file)
+    assert study.planned >= 10
+    text = file.read_text()
+    assert f"rpg study studies/{file.name}" in text.partition("\n\n")[0], "its command stands at the top"

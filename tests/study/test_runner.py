@@ -6,8 +6,10 @@ import json
 import time
 
 import pytest
+import torch
 from made import begun, stand_in
 
+from rpg.costs.memory import GPU_SHARE, SHARE, available_bytes
 from rpg.study.results import FILE, read_results
 
 TEXT = "compare: [dapo, grpo]\nbudget: {steps: 4}\nseeds: 2\ntune: {optim.lr: [x1, x2]}\nset: {device: cpu}\n"
@@ -138,3 +140,11 @@ def test_other_settings_are_refused_and_lines_of_other_runs_kept(start, tmp_path
     kept = (tmp_path / "study" / "results-before.jsonl").read_text().splitlines()
     assert len(kept) == 11
     assert json.loads(kept[0])["methods"] == ["dapo", "grpo"]
+
+
+def test_runs_on_one_gpu_plan_with_a_share_of_its_memory_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80_000, 100_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
+    assert available_bytes(torch.device("cuda")) == int(SHARE * 85_000)
+    monkeypatch.setenv(GPU_SHARE, "0.25")
+    assert available_bytes(torch.device("cuda")) == int(SHARE * 25_000)
