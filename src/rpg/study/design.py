@@ -18,7 +18,7 @@ from ..loss.methods import algorithms
 from ..run.auto import refuse_ruin, settled
 from ..run.config import Config, Count, Natural, Positive, Share
 from ..run.folder import RUNS
-from ..run.settings import Bound, build, change, check_bounds, flat
+from ..run.settings import Bound, build, change, check_bounds, flat, options_of
 from ..secrets import instead, secrets_in
 from ..training.setup import method_of, task_of
 from ..yaml_text import read_yaml
@@ -76,7 +76,7 @@ class StudyConfig:
     """runs at a time, on one machine and one GPU"""
     target: Share | None = None
     """an accuracy: time and tokens until a run's evaluation first reaches it"""
-    on: str | None = None
+    test_set: str | None = None
     """the test set that decides, where there are several; None: the mean over all"""
     keep_checkpoints: bool = False
     """of finished runs; they take the most room"""
@@ -89,6 +89,7 @@ class StudyConfig:
         "seeds": "num_seeds repeats",
         "tune": "sweep search",
         "jobs": "parallel workers",
+        "test_set": "on test benchmark",
         "budget.steps": "steps",
         "budget.tokens": "tokens",
         "budget.minutes": "minutes",
@@ -232,8 +233,6 @@ def _study(config: StudyConfig, file: Path) -> Study:
     for run in (*study.tuning, *study.compared()):
         if run.seed in (0, TUNING_SEED):
             with _naming(run.arm.name):
-                for path, _ in secrets_in(flat(run.config)):
-                    raise ValueError(f"{path} is a secret, and no place for one: take it out, and {instead(path)}")
                 refuse_ruin(settled(run.config))
                 method_of(settled(run.config))
     return study
@@ -248,8 +247,9 @@ def check_runs(study: Study) -> None:
     for run in (*study.tuning[:1], *first.values()):
         with _naming(f"{study.file}: {run.arm.name}"):
             plan(run.config)
-    if (on := study.config.on) is not None and on not in (sets := task_of(settled(study.arms[0].config)).tests):
-        raise ValueError(f"{study.file}: on must be one of the test sets, {', '.join(sets)}; got {on!r}")
+    chosen = study.config.test_set
+    if chosen is not None and chosen not in (sets := task_of(settled(study.arms[0].config)).tests):
+        raise ValueError(f"{study.file}: test_set must be one of {', '.join(sets)}; got {chosen!r}")
 
 
 def _base(config: StudyConfig, file: Path) -> Config:
@@ -266,6 +266,8 @@ def _settings(where: str, given: Any) -> dict[str, Any]:
     nested = {str(key): value for key, value in given.items()}
     with _naming(where):
         changed = change(Config(), nested)
+    for path, _ in secrets_in(options_of(changed)):
+        raise ValueError(f"{where}: {path} is a secret, and no place for one: take it out, and {instead(path)}")
     paths = [path for path in flat(changed) if _given(path, nested)]
     for path in (*paths, *nested):
         if path in OURS:

@@ -128,14 +128,9 @@ def curves_section(result: Row, styles: dict[str, Style]) -> str:
         "of them. A run that ended early keeps its last value."
     )
     caption += "" if result["target"] is None else f" Dashed: the target, {percent(result['target'])}."
-    return tag(
-        "section",
-        tag("h2", "Curves"),
-        tag("ul", *keys, class_="keys"),
-        tag("div", *(_panel(result, condition, frame, styles) for condition in conditions), class_="panels"),
-        tag("figcaption", unbroken(caption)),
-        id="curves",
-    )
+    panels = tag("div", *(_panel(result, condition, frame, styles) for condition in conditions), class_="panels")
+    figure = tag("figure", tag("ul", *keys, class_="keys"), panels, tag("figcaption", unbroken(caption)))
+    return tag("section", tag("h2", "Curves"), figure, id="curves")
 
 
 def _bounds(values: Sequence[float], target: float | None) -> tuple[float, float]:

@@ -140,7 +140,7 @@ def header(study: Study) -> Row:
         "against": config.against,
         "seeds": config.seeds,
         "target": config.target,
-        "on": config.on,
+        "on": config.test_set,
         "budget": {name: x for name, x in vars(config.budget).items() if x is not None},
         "tune_problems": config.tune_problems,
         "tune_seeds": config.tune_seeds,

@@ -206,7 +206,7 @@ class Runner:
             shutil.rmtree(self.folder / row["run"] / "checkpoints", ignore_errors=True)
         self._write()
         self._plan()
-        score = percent(final_mean(row, self.study.config.on if row["part"] == "compare" else None))
+        score = percent(final_mean(row, self.study.config.test_set if row["part"] == "compare" else None))
         how = "" if row["status"] == "finished" else f", {row['status']}: {row['message']}"
         left = self.study.planned - len(self.rows)
         rest = fmean(row["wall"] or 0.0 for row in self.rows.values()) * left / self.jobs

@@ -11,7 +11,7 @@ from .results import Row
 LAST = "Last: at the end, which counts. Best: the highest of a run's evaluations, so too high. ± is between seeds."
 DIFFERENCES = (
     "Differences are paired by seed and problem. 95 %: of each by itself, Student's t over the seeds. The verdict goes "
-    "by p (Holm), which counts that there are several comparisons: below 0.05 a difference is seen."
+    "by p (Holm), which counts that there are several comparisons: below 0.03 a difference is seen."
 )
 FAILED = "Failed runs, which count with their last evaluation, or as the start model if they have none:"
 
