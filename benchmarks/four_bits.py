@@ -8,7 +8,6 @@ b  the same run with a base in 4 bits and with one in bfloat16, --minutes each: 
    step, how far sampler and trainer are apart, peaks beside those of the plan. What stands behind -- goes to rpg train.
 c  the product with weights in 4 bits beside the one with bfloat16: rounding error, microseconds of a decoding step's
    rows (in a CUDA graph, over matrices that no cache holds) and of a training pass
-d  not unless named: the kernel of a decoding step with other sizes of its programs
 
 Each part is a process of its own: one that fails does not end the others. The tables come last.
 ``--tiny`` tries the script itself: on any machine, with sizes that say nothing.
@@ -17,7 +16,6 @@ Each part is a process of its own: one that fails does not end the others. The t
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import subprocess
@@ -238,7 +236,6 @@ def of_matrix(columns: int, width: int, tiny: bool) -> list[Row]:
     from torch.nn.functional import linear
 
     from rpg.kernels import nf4
-    from rpg.kernels.merged import merging
 
     dense, packed = weights(columns, width)
     dtype, shape, count = dense[0].dtype, f"{columns}x{width}", len(dense)
@@ -250,19 +247,13 @@ def of_matrix(columns: int, width: int, tiny: bool) -> list[Row]:
     error = distance(rounded, dense[0])
     table: list[Row] = [{"": f"{shape}, made dense", "error": error, "kernel = torch": same, "dense us": us}]
 
-    def few() -> None:
-        with merging():
-            [nf4.linear(x, *pair, None) for pair in packed]
-
     for rows in (1, 16) if tiny else ROWS:
         x = torch.randn(rows, width, device=dense[0].device, dtype=dtype)
-        with torch.no_grad(), merging():
+        with torch.no_grad():
             found = nf4.linear(x, *packed[0], None)
         row: Row = {"": f"{shape}, {rows} rows", "error": distance(found, linear(x.double(), dense[0].double()))}
-        row["of the kernel"] = distance(found, linear(x.double(), rounded.double()))
         row["bf16 us"] = microseconds(lambda: [linear(x, weight) for weight in dense], count)
         row["dense us"] = microseconds(lambda: [nf4.linear(x, *pair, None) for pair in packed], count)
-        row["decode us"] = microseconds(few, count)
         table.append(row)
     for rows in (32,) if tiny else TRAINED_ROWS:
         x = torch.randn(rows, width, device=dense[0].device, dtype=dtype, requires_grad=True)
@@ -289,31 +280,6 @@ def weights(columns: int, width: int) -> tuple[list[Any], list[Any]]:
 
 def distance(one: Any, other: Any) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
-
-
-def tuned(args: argparse.Namespace) -> list[Row]:
-    """d: the kernel of the product with other sizes, microseconds"""
-    import torch
-
-    from rpg.kernels.nf4 import _kernels, _table
-
-    kernels = _kernels()
-    usual = kernels.COLUMNS, kernels.STEP, kernels.STAGES, kernels.WARPS
-    table: list[Row] = []
-    made = [(*matrix, *weights(*matrix)[1:]) for matrix in MATRICES[args.shape][1:]]
-    for sizes in itertools.product((16, 32, 64), (64, 128), (1, 3), (2, 4)):
-        kernels.COLUMNS, kernels.STEP, kernels.STAGES, kernels.WARPS = sizes
-        row: Row = {"": "columns {}, step {}, stages {}, warps {}".format(*sizes) + " (as it is)" * (sizes == usual)}
-        for columns, width, packed in made:
-            for rows in (8, 64):
-                x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-                bench = lambda: [kernels.product(x, *pair, _table(x.device), None) for pair in packed]  # noqa: E731
-                try:
-                    row[f"{columns}x{width}, {rows}"] = microseconds(bench, len(packed))
-                except Exception as error:  # too much shared memory, say
-                    row[f"{columns}x{width}, {rows}"] = type(error).__name__
-        table.append(row)
-    return table
 
 
 def microseconds(work: Callable[[], object], count: int, graph: bool = True) -> float:
@@ -345,7 +311,7 @@ def microseconds(work: Callable[[], object], count: int, graph: bool = True) -> 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
-PARTS = {"a": large, "b": twice, "c": products, "d": tuned}
+PARTS = {"a": large, "b": twice, "c": products}
 
 
 def text(value: Any) -> str:

@@ -511,19 +511,14 @@ def test_a_7b_model_in_4_bits_fits_a_card_of_24_gb():
 
 
 def test_4_bits_cost_time_where_the_weights_are_made_dense():
-    """On the same card with the same rows: a training pass longer, a decoding step of few rows shorter."""
+    """On the same card with the same rows: in a training pass, and more in a decoding step, which multiplies few."""
     long = RolloutConfig(slots=32, prompts=4, samples=8, max_prompt_tokens=512, max_new_tokens=256, overlong_tokens=64)
     base = Config(model="Qwen/Qwen2.5-7B-Instruct", rollout=long, optim=OptimConfig(micro_tokens=4096, recompute=True))
     dense, packed = (
         plan(replace(base, peft=PeftConfig("lora", {}, bits)), "h200").middle.seconds for bits in (None, 4)
     )
     assert dense.train < packed.train < 1.5 * dense.train
-    assert packed.rollout < dense.rollout
-    many = replace(base, rollout=replace(long, slots=256, prompts=32))
-    dense, packed = (
-        plan(replace(many, peft=PeftConfig("lora", {}, bits)), "h200").middle.seconds for bits in (None, 4)
-    )
-    assert dense.rollout < packed.rollout
+    assert 1.5 * dense.rollout < packed.rollout
 
 
 def test_the_plan_names_what_is_in_4_bits(capsys):

@@ -64,10 +64,9 @@ class Operations:
         return 2 * self.layers * self.key_heads * self.width * self.element if self.cache is None else self.cache
 
     def decode_bytes(self, rows: int, held: float) -> float:
-        """One step: all weights once, the keys and values of all tokens that are held, the logits written and read."""
-        weights = (self.body - self.packed + self.head) * self.element + self.packed * nf4.BYTES
-        if rows > nf4.FEW_ROWS:  # made dense, and read again
-            weights += 2 * self.packed * self.element
+        """One step: all weights once, the keys and values of all tokens that are held, the logits written and read.
+        Weights in 4 bits are read, written dense and read again."""
+        weights = (self.body + self.head) * self.element + self.dequantise_bytes
         return weights + held * self.kv_bytes + 2 * rows * self.vocab * self.element
 
     @property

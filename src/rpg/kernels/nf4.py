@@ -3,8 +3,7 @@ appendix E): the quantiles of a normal distribution, with an exact zero.
 
 A row is cut into blocks of 64 weights. Of a block its largest magnitude is kept in bfloat16, and of each weight the
 nearest of 16 multiples of that: 4.25 bits a weight. A byte holds two weights of a block, the one at j and the one at
-j + 32. A layer's matrix is made dense where it is multiplied and thrown away again, forward and backward; a decoding
-step of a few rows on a GPU multiplies without that.
+j + 32. A layer's matrix is made dense where it is multiplied and thrown away again, forward and backward.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .merged import within_merging
 from .triton import has_triton
 
 BLOCK = 64
 BYTES = 0.5 + 2 / BLOCK  # a weight
-FEW_ROWS = 64  # up to here a decoding step reads the packed weights and makes nothing dense
 TABLE = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
@@ -68,15 +65,7 @@ def linear(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     """x Wᵀ + bias. Gradients go to x and to the bias; the weights have none."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Product.apply(x, packed, scale, bias)  # type: ignore[no-any-return,no-untyped-call]
-    if _few(x):
-        out = _kernels().product(x.reshape(-1, x.shape[-1]), packed, scale, _table(x.device), bias)
-        return out.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
     return F.linear(x, dequantise(packed, scale, x.dtype), bias)
-
-
-def _few(x: Tensor) -> bool:
-    """In a decoding step only: elsewhere log-probabilities with and without gradients are the same bits."""
-    return within_merging() and x.element_size() == 2 and x.numel() <= FEW_ROWS * x.shape[-1] and has_triton(x)
 
 
 class _Product(torch.autograd.Function):
