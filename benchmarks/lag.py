@@ -2,7 +2,7 @@
 
     rpg study studies/builtin-lag.yaml --jobs 13                    # makes the runs, in hours of one core
     python benchmarks/lag.py studies/builtin-lag [--svg FILE]       # the table, and curves, of its results.jsonl
-    python benchmarks/lag.py studies/builtin-lag --tuning           # each rate that was tried: what fails at twice the best
+    python benchmarks/lag.py studies/builtin-lag --tuning           # each rate that was tried
 
 One row for each condition and method; means over seeds. A run that failed is counted in its last column.
 """
