@@ -2,6 +2,7 @@
 
     rpg study studies/builtin-lag.yaml --jobs 13                    # makes the runs, in hours of one core
     python benchmarks/lag.py studies/builtin-lag [--svg FILE]       # the table, and curves, of its results.jsonl
+    python benchmarks/lag.py studies/builtin-lag --tuning           # each rate that was tried
 
 One row for each condition and method; means over seeds. A run that failed is counted in its last column.
 """
@@ -75,6 +76,24 @@ def table(study: Row, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def tried(study: Row, rows: Sequence[Row]) -> str:
+    """Of the runs that chose the rates: accuracy at the end, and the least ESS of a step."""
+    tuning = [row for row in rows if row["part"] == "tune"]
+    found: dict[str, list[Row]] = {}
+    for row in sorted(tuning, key=lambda row: row["tried"]["optim.lr"]):
+        found.setdefault(row["arm"], []).append(row)
+    count = max(map(len, found.values()))
+    names = ["lowest", *["middle"] * (count - 2), "highest"]
+    lines = ["| condition | method | " + " | ".join(f"{name} rate" for name in names) + " | least ESS at each |"]
+    lines.append("|---|---|" + "---:|" * (count + 1))
+    for arm in study["arms"]:
+        mine = found.get(arm["name"], [])
+        scores = [f"{100 * (final_mean(row, None) or 0):.1f}" for row in mine]
+        least = [f"{min(known(row['curves']['ess']), default=float('nan')):.2f}" for row in mine]
+        lines.append("| " + " | ".join([arm["condition"], arm["method"], *scores, ", ".join(least)]) + " |")
+    return "\n".join(lines)
+
+
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, GAP, LEFT, TOP = 230, 120, 26, 70, 46
@@ -139,10 +158,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of a study")
     parser.add_argument("--svg", type=Path, help="where the curves go")
+    parser.add_argument("--tuning", action="store_true", help="the runs that chose the rates instead")
     parser.add_argument("--methods", nargs="+", default=["rpg-reinforce-urkl", "dapo", "grpo", "reinforce"])
     args = parser.parse_args()
     study, rows = read_results(args.folder / FILE)
-    print(table(study, rows))
+    print(tried(study, rows) if args.tuning else table(study, rows))
     if args.svg:
         conditions = list(dict.fromkeys(arm["condition"] for arm in study["arms"]))
         args.svg.write_text(picture(study, rows, args.methods, conditions), encoding="utf-8")

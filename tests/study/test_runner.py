@@ -145,6 +145,7 @@ def test_other_settings_are_refused_and_lines_of_other_runs_kept(start, tmp_path
 def test_runs_on_one_gpu_plan_with_a_share_of_its_memory_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80_000, 100_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     assert available_bytes(torch.device("cuda")) == int(SHARE * 85_000)
     monkeypatch.setenv(GPU_SHARE, "0.25")
     assert available_bytes(torch.device("cuda")) == int(SHARE * 25_000)
