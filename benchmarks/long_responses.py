@@ -241,7 +241,7 @@ def phases(work: Work) -> Iterator[str]:
                 prompts=work.groups,
                 samples=work.samples,
                 max_new_tokens=work.trained_tokens,
-                max_prompt_tokens=64,
+                max_prompt_tokens=256,  # some tokenizers split every digit
                 dynamic=False,
                 overlong=False,
             ),
