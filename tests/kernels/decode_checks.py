@@ -112,7 +112,9 @@ def double(given: dict[str, Any]) -> dict[str, Any]:
         if isinstance(x, LayerCache):
             return LayerCache(*(None if part is None else raised(part) for part in whole(x)))
         if isinstance(x, Unfinished):
-            return replace(x, **{name: raised(part) for name, part in vars(x).items()})
+            return replace(x, angles=raised(x.angles), weights=raised(x.weights))
+        if isinstance(x, tuple):
+            return tuple(raised(part) for part in x)
         if not torch.is_tensor(x):
             return x
         return x.double() if x.is_floating_point() and x.dtype != FP8 else x.clone()
@@ -211,9 +213,7 @@ def unfinished(given: dict[str, Any], turned: bool = True, normed: bool = True, 
     query = given["query_AHD"]
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(4, len(query), query.shape[-1], generator=generator).to(query.device, query.dtype)
-    angles = tuple(rows[:2]) if turned else (None, None)
-    weights = tuple(rows[2:, 0]) if normed else (None, None)
-    return Unfinished(*angles, *weights, eps=1e-2)
+    return Unfinished((rows[0], rows[1]) if turned else None, (rows[2, 0], rows[3, 0]) if normed else None, eps=1e-2)
 
 
 def check_rotation_and_norms_of_heads() -> None:
@@ -228,14 +228,10 @@ def check_rotation_and_norms_of_heads() -> None:
 def check_rotation_by_the_same_angles_for_all_and_by_angles_apart() -> None:
     given = case(groups=1)
     todo = unfinished(given)
-    assert todo.cos_AD is not None
-    assert todo.sin_AD is not None
-    for angles in (
-        {"cos_AD": todo.cos_AD[:1], "sin_AD": todo.sin_AD[:1]},
-        {"cos_AD": torch.cat([todo.cos_AD, todo.cos_AD], 1)[:, :16], "sin_AD": todo.sin_AD},
-        {"cos_AD": todo.cos_AD.T.contiguous().T, "sin_AD": todo.sin_AD},
-    ):
-        compare(given | {"unfinished": replace(todo, **angles)}, splits=2, block=16)
+    assert todo.angles is not None
+    cos, sin = todo.angles
+    for angles in ((cos[:1], sin[:1]), (torch.cat([cos, cos], 1)[:, :16], sin), (cos.T.contiguous().T, sin)):
+        compare(given | {"unfinished": replace(todo, angles=angles)}, splits=2, block=16)
 
 
 def check_rotation_and_norms_with_8_bits_and_half_precision() -> None:

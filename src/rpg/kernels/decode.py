@@ -30,30 +30,28 @@ WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or lat
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What is still to be done to new queries and keys, and rounds as the model would: norms of heads, then rotation.
+    """What is still to be done to new queries and keys, rounded as the model would: norms of heads, then rotation.
 
-    Either may be missing. The angles are [A,D], or one row for all; ``offset`` and ``rounds`` as in fused.norm.
+    Either may be missing. ``offset`` and ``rounds`` are those of norm_in_torch.
     """
 
-    cos_AD: Tensor | None = None
-    sin_AD: Tensor | None = None
-    query_norm_D: Tensor | None = None
-    key_norm_D: Tensor | None = None
+    angles: tuple[Tensor, Tensor] | None = None  # cos and sin, [A,D] or one row for all
+    weights: tuple[Tensor, Tensor] | None = None  # [D], of the queries' norm and of the keys'
     eps: float = 0.0
     offset: bool = False
     rounds: bool = True
 
-    def finish(self, query_AHD: Tensor, key_AGD: Tensor) -> tuple[Tensor, Tensor]:
-        """In torch."""
-        return self._done(query_AHD, self.query_norm_D), self._done(key_AGD, self.key_norm_D)
-
-    def _done(self, x_AND: Tensor, weight_D: Tensor | None) -> Tensor:
-        if weight_D is not None:
-            x_AND = norm_in_torch(x_AND, weight_D, self.eps, self.offset, self.rounds)
-        if self.cos_AD is None or self.sin_AD is None:
-            return x_AND
-        one, other = x_AND.chunk(2, -1)
-        return x_AND * self.cos_AD[:, None] + torch.cat([-other, one], -1) * self.sin_AD[:, None]
+    def finish(self, *heads: Tensor) -> list[Tensor]:
+        """Queries [A,H,D] and keys [A,G,D], in torch."""
+        found = list(heads)
+        if self.weights is not None:
+            form = self.eps, self.offset, self.rounds
+            found = [norm_in_torch(x, weight_D, *form) for x, weight_D in zip(found, self.weights, strict=True)]
+        if self.angles is not None:
+            cos_A1D, sin_A1D = (x[:, None] for x in self.angles)
+            halves = [x.chunk(2, -1) for x in found]
+            found = [x * cos_A1D + torch.cat([-b, a], -1) * sin_A1D for x, (a, b) in zip(found, halves, strict=True)]
+        return found
 
 
 def norm_in_torch(x: Tensor, weight_D: Tensor, eps: float, offset: bool, rounds: bool) -> Tensor:
@@ -158,10 +156,9 @@ def decode_attention(
     ``unfinished``: what is to be done to queries and keys before.
     """
     pages, indices = (prompt_page_QM, page_SR), (prompt_A, prompt_length_A, slot_A, length_A)
-    rest = scaling, window, unfinished
     if has_triton(query_AHD):
-        return launch(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, *rest)
-    return reference(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, *rest)
+        return launch(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window, unfinished)
+    return reference(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window, unfinished)
 
 
 def splits_for(rows: int, capacity: int, block: int) -> int:
@@ -227,21 +224,21 @@ def launch(
     scales = (cache.key_scale_CGT, cache.value_scale_CGT) if scaled else (keys, values)  # unused with 16 bits
     pairs = (x.view(torch.uint8).view(torch.int16) if scaled else x for x in (keys, values))
     unfinished = unfinished or Unfinished()
-    turns, norms = unfinished.cos_AD is not None, unfinished.query_norm_D is not None
-    angles = (unfinished.cos_AD, unfinished.sin_AD) if turns else (query_AHD, query_AHD)
-    if turns and not all(x.stride(-1) == 1 and x.stride(0) == angles[0].stride(0) for x in angles):
-        angles = tuple(x.contiguous() for x in angles)
-    angle_a = angles[0].stride(0) if turns and len(angles[0]) > 1 else 0
-    weights = (unfinished.query_norm_D, unfinished.key_norm_D) if norms else (query_AHD, query_AHD)
+    cos_AD, sin_AD = unfinished.angles or (query_AHD, query_AHD)
+    if cos_AD.stride() != sin_AD.stride() or cos_AD.stride(-1) != 1:
+        cos_AD, sin_AD = cos_AD.contiguous(), sin_AD.contiguous()
+    angle_a = cos_AD.stride(0) if len(cos_AD) > 1 else 0
     attend[(A, G, splits)](
-        query_AHD, key_AGD, value_AGD, keys, values, *pairs, *scales, *angles, *weights, unfinished.eps,
+        query_AHD, key_AGD, value_AGD, keys, values, *pairs, *scales,
+        cos_AD, sin_AD, *(unfinished.weights or (query_AHD, query_AHD)), unfinished.eps,
         prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A,
         output_AHD, part_AHND, top_AHN, mass_AHN, scaling * math.log2(math.e), window or 0,
         query_AHD.stride(0), query_AHD.stride(1), key_AGD.stride(0), key_AGD.stride(1),
         value_AGD.stride(0), value_AGD.stride(1), angle_a, prompt_page_QM.stride(0), page_SR.stride(0), H, splits,
         G, H // G, HEADS, D, width, cache.page, block, splits > 1, window is not None,
         "ieee" if keys.dtype == torch.float32 else "tf32", scaled, scaled and query_AHD.is_cuda, FP8_MOST, LEAST_SCALE,
-        norms, int(unfinished.offset), unfinished.rounds, turns, num_warps=warps, num_stages=stages,
+        unfinished.weights is not None, int(unfinished.offset), unfinished.rounds, unfinished.angles is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         merge[(A, H)](

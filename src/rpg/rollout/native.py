@@ -15,6 +15,7 @@ import torch
 from ..console import first_line
 from ..kernels.decode import FP8, WITH_8_BITS, has_8_bits
 from ..kernels.fused import fuse
+from ..kernels.layer import write_out
 from ..kernels.merged import merge
 from ..models.architecture import head_is_linear
 from ..models.loading import end_ids_of
@@ -62,6 +63,7 @@ class NativeEngine:
         if (on_gpu if graphs is None else graphs) and len(self.end_ids) <= END_ROOM:
             fuse(model)
             merge(model)
+            write_out(model)
             cache = cache_tokens, cache_dtype == FP8, host_bytes
             self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, *cache)
         if cache_dtype not in (None, FP8):
