@@ -244,6 +244,18 @@ def check_rotation_and_norms_with_8_bits_and_half_precision() -> None:
             torch.testing.assert_close(got.double(), want, rtol=5e-2, atol=5e-2)
 
 
+def check_keys_are_rounded_as_the_model_rounds() -> None:
+    """In float16, which the interpreter rounds as it should: every byte of the cache is that of the same in torch."""
+    for fp8 in (False, True):
+        given = case(group=4, width=64, dtype=torch.float16, fp8=fp8)
+        given["unfinished"] = unfinished(given)
+        plain = given | {"cache": LayerCache(*(x if x is None else x.clone() for x in whole(given["cache"])))}
+        want, got = reference(**plain), launch(**given)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+        for found, wanted in zip(given["cache"].parts, plain["cache"].parts, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def check_generating_token_by_token_is_attention_over_the_whole() -> None:
     """Twelve steps: the caches that the kernel fills itself are what later steps read."""
     generator = torch.Generator().manual_seed(3)
