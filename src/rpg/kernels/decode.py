@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .triton import has_triton, next_power_of_2
+from .triton import early, early_launch, has_triton, next_power_of_2, nvidia
 
 PROGRAMS = 264  # fewer than two for each processor of a large chip: split the rows
 HEADS = 16  # query heads of a key head, filled up to what the matrix units take
@@ -236,9 +236,9 @@ def launch(
         query_AHD.stride(0), query_AHD.stride(1), key_AGD.stride(0), key_AGD.stride(1),
         value_AGD.stride(0), value_AGD.stride(1), angle_a, prompt_page_QM.stride(0), page_SR.stride(0), H, splits,
         G, H // G, HEADS, D, width, cache.page, block, splits > 1, window is not None,
-        "ieee" if keys.dtype == torch.float32 else "tf32", scaled, scaled and query_AHD.is_cuda, FP8_MOST, LEAST_SCALE,
+        "ieee" if keys.dtype == torch.float32 else "tf32", scaled, scaled and nvidia(query_AHD), FP8_MOST, LEAST_SCALE,
         unfinished.weights is not None, int(unfinished.offset), unfinished.rounds, unfinished.angles is not None,
-        num_warps=warps, num_stages=stages,
+        early(query_AHD), num_warps=warps, num_stages=stages, **early_launch(query_AHD),
     )  # fmt: skip
     if splits > 1:
         merge[(A, H)](

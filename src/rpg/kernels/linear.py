@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import fused
 from .decode import norm_in_torch
-from .triton import has_triton
+from .triton import early, early_launch, has_triton
 
 NormForm = tuple[float, bool, bool]  # eps, offset, rounds: of norm_in_torch
 SILU, GELU_TANH = 0, 1
@@ -73,6 +73,7 @@ def launch(
     found_AN = x_AH.new_empty(A, N)
     norm_linear[(-(-A // rows), -(-N // cols))](
         x_AH, norm_H, weight_NH, weight_NH if bias_N is None else bias_N, found_AN, A, N, eps, x_AH.stride(0),
-        H, bias_N is not None, -1 if kind is None else kind, rows, cols, depth, num_warps=warps, num_stages=stages,
+        H, bias_N is not None, -1 if kind is None else kind, rows, cols, depth, early(x_AH),
+        num_warps=warps, num_stages=stages, **early_launch(x_AH),
     )  # fmt: skip
     return found_AN

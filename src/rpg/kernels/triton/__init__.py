@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import torch
 from torch import Tensor
+
+EARLY = False  # kernels of a decoding step are launched while the one before them still ends (Hopper and later)
 
 
 def has_triton(x: Tensor) -> bool:
@@ -13,6 +16,20 @@ def has_triton(x: Tensor) -> bool:
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return False
     return importlib.util.find_spec("triton") is not None
+
+
+def nvidia(x: Tensor) -> bool:
+    """Instructions of NVIDIA's chips can be used: neither the interpreter's nor another maker's."""
+    return x.is_cuda and torch.version.hip is None
+
+
+def early(x: Tensor) -> bool:
+    """Launch a kernel early, which then waits by itself (gdc_wait) before it reads or writes anything."""
+    return EARLY and nvidia(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def early_launch(x: Tensor) -> dict[str, bool]:
+    return {"launch_pdl": True} if early(x) else {}
 
 
 def next_power_of_2(n: int) -> int:

@@ -13,13 +13,15 @@ from .fused import _activation
 def norm_linear(
     x, scale, weight, bias, y, rows, N, eps, x_row,
     K: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [rows,N]. The norm's root is known when all of a row was read: it divides the sums, not the row.
 
     KIND ≥ 0: the weight has 2N rows, of gate and up, and y is act(gate)·up. Programs of the same columns are
     neighbours, so that they find the weight in the cache.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     depth = tl.arange(0, DEPTH)
