@@ -22,8 +22,9 @@ SILU, GELU_TANH = 0, 1
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
 MOST_ROWS = 512  # more, and arithmetic decides: the library's own product is better at that
 
-# rows, columns and depth of a program, warps, stages; with an activation or not. Empty: not used
-TILES: dict[bool, tuple[int, int, int, int, int]] = {}
+# rows, columns and depth of a program, warps, stages: with an activation or not, and by the input's width. One that is
+# not here was not measured, or is not faster so
+TILES: dict[tuple[bool, int], tuple[int, int, int, int, int]] = {}
 
 
 def normed(x_AH: Tensor, weight_H: Tensor, form: NormForm) -> Tensor:
@@ -36,7 +37,7 @@ def norm_linear(
     x_AH: Tensor, norm_H: Tensor, form: NormForm, weight_NH: Tensor, bias_N: Tensor | None, kind: int | None = None
 ) -> Tensor:
     """linear(norm(x)); with a ``kind`` the weight is of gate and up, and this is act(gate) · up."""
-    tile = TILES.get(kind is not None)
+    tile = TILES.get((kind is not None, x_AH.shape[1]))
     if tile is not None and fits(x_AH, norm_H, form, weight_NH, tile):
         return launch(x_AH, norm_H, form[0], weight_NH, bias_N, kind, tile)
     found = F.linear(normed(x_AH, norm_H, form), weight_NH, bias_N)
