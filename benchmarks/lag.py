@@ -1,135 +1,151 @@
-"""How far behind may the samples be? Optimiser steps a batch × methods on the built-in task.
+"""What is inside the runs of a study: how far samples lag behind, what is cut, how the policy moves.
 
-    python benchmarks/lag.py [--lags 1 4 16 64] [--seeds 3] [--steps 30] [--rate 1] [--jobs 2] [--minutes M] [--json F]
+    rpg study studies/builtin-lag.yaml --jobs 13                    # makes the runs, in hours of one core
+    python benchmarks/lag.py studies/builtin-lag [--svg FILE]       # the table, and curves, of its results.jsonl
 
-A batch of 32 × 8 responses is cut into so many optimiser steps: the last of them sees samples that are as many steps
-old. The learning rate is ``--rate`` times the built-in task's at 4 steps a batch, and goes with the square root of the
-batch. Runs are made in the order of what they decide (all methods at one lag and seed first), several at a time, and
-each that has ended stays in the JSON file: a second call goes on. A run that diverges is a row like any other.
+One row for each condition and method; means over seeds. A run that failed is counted in its last column.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import math
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-METHODS = ("rpg-reinforce-urkl", "rpg-urkl", "dapo", "grpo", "cispo", "gspo")
-RATE, USUAL = 5e-4, 4
-COLUMNS = {
-    "accuracy": "mean@8 at the end",
-    "best": "best mean@8",
-    "ess": "least ESS of a step",
-    "clipped": "tokens cut, last 5 steps",
-    "kl": "KL to the sampler, last 5 steps",
-    "entropy": "entropy at the end",
+import rpg
+from rpg.clip import Unweighted
+from rpg.console import number
+from rpg.study.results import FILE, read_results
+from rpg.study.scores import final_mean
+
+Row = dict[str, Any]
+LAST = 5  # steps
+CUT = f"tokens cut, last {LAST} steps"
+COLUMNS: dict[str, Callable[[Row], float | None]] = {
+    "least ESS of a step": lambda curves: min(known(curves["ess"]), default=None),
+    CUT: lambda curves: added(mean(curves["clip/low"]), mean(curves["clip/high"])),
+    f"KL to the sampler, last {LAST} steps": lambda curves: mean(curves["kl/old"]),
+    "entropy at the end": lambda curves: mean(curves["entropy"][-1:]),
+    "tokens a response, at the end": lambda curves: mean(curves["length/mean"][-1:]),
 }
+CURVES = {"entropy": "entropy", "kl/old": "KL to the sampler", "clip/low": "tokens cut", "length/mean": "length"}
+COLOURS = ("#0b6e4f", "#c8553d", "#3d5a80", "#8d6a9f", "#d4a017", "#555555", "#2a9d8f", "#bc4b7b")
 
 
-def one(method: str, lag: int, seed: int, steps: int, rate: float, device: str, threads: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        run = ["train", "--algorithm", method, "--seed", seed, "--steps", steps, "--output", f"{folder}/run"]
-        run += [
-            "--optim.minibatches",
-            lag,
-            "--optim.lr",
-            rate * RATE * math.sqrt(USUAL / lag),
-            "--optim.warmup",
-            5 * lag // USUAL,
-        ]
-        run += [
-            "--eval.every",
-            max(1, steps // 3),
-            "--device",
-            device,
-            "--log.view",
-            "none",
-            "--log.tensorboard",
-            "false",
-        ]
-        run += ["--log.report", "false", "--checkpoint.keep", 0, "--insist"]
-        threads_of = {"OMP_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-m", "rpg", *map(str, run)]
-        done = subprocess.run(command, env=os.environ | threads_of, capture_output=True, text=True)
-        path = Path(folder) / "run" / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    trained = [row for row in rows if "ess" in row]
-    scores = [row["eval/arithmetic/mean@8"] for row in rows if "eval/arithmetic/mean@8" in row]
-    last = trained[-5:]
-    result: dict[str, Any] = {
-        "method": method,
-        "lag": lag,
-        "seed": seed,
-        "steps": len(trained),
-        "code": done.returncode,
-    }
-    if done.returncode:
-        result["message"] = done.stderr.strip().splitlines()[-1:]
-    if trained and scores:
-        result |= {
-            "accuracy": scores[-1],
-            "best": max(scores),
-            "ess": min(row["ess"] for row in trained),
-            "clipped": statistics.mean(row.get("clip/low", 0) + row.get("clip/high", 0) for row in last),
-            "kl": statistics.mean(row["kl/old"] for row in last),
-            "entropy": last[-1].get("entropy", math.nan),
-            "ess_by_step": [round(row["ess"], 4) for row in trained],
+def known(values: Sequence[float | None]) -> list[float]:
+    return [x for x in values if x is not None]
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    last = known(values[-LAST:])
+    return statistics.fmean(last) if last else None
+
+
+def added(*values: float | None) -> float | None:
+    return sum(known(values)) if known(values) else None
+
+
+def cuts(method: str) -> bool:
+    loss = rpg.algorithm(method).loss
+    return (loss.clip is not None or loss.token_clip is not None) and not isinstance(loss.clip, Unweighted)
+
+
+def table(study: Row, rows: Sequence[Row]) -> str:
+    lines = ["| condition | method | rate | mean@k at the end | " + " | ".join(COLUMNS) + " | runs | failed |"]
+    lines.append("|---|---|" + "---:|" * (len(COLUMNS) + 4))
+    for arm in study["arms"]:
+        mine = [row for row in rows if row["part"] == "compare" and row["arm"] == arm["name"]]
+        if not mine:
+            continue
+        rate = number(mine[0]["tried"].get("optim.lr", arm["settings"].get("optim.lr")))
+        scores = known([final_mean(row, study["on"]) for row in mine])
+        spread = f" ± {100 * statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+        cells = [arm["condition"], arm["method"], rate]
+        cells.append(f"{100 * statistics.fmean(scores):.1f}{spread}" if scores else "–")
+        for name, column in COLUMNS.items():
+            if name == CUT and not cuts(arm["method"]):
+                cells.append("–")
+                continue
+            found = known([column(row["curves"]) for row in mine if row["curves"].get("ess")])
+            cells.append(f"{statistics.fmean(found):.3g}" if found else "–")
+        failed = sum(row["status"] != "finished" for row in mine)
+        lines.append("| " + " | ".join([*cells, str(len(mine)), str(failed or "")]) + " |")
+    return "\n".join(lines)
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT, GAP, LEFT, TOP = 230, 120, 26, 70, 46
+
+
+def picture(study: Row, rows: Sequence[Row], methods: Sequence[str], conditions: Sequence[str]) -> str:
+    """A row of panels for each metric, a column for each condition, a line for each method: means over its seeds."""
+    wide, high = LEFT + len(conditions) * (WIDTH + GAP), TOP + len(CURVES) * (HEIGHT + GAP) + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{wide}" height="{high}" fill="#fff"/>',
+    ]
+    for i, method in enumerate(methods):
+        x = LEFT + 150 * i
+        parts.append(
+            f'<rect x="{x}" y="9" width="14" height="4" fill="{COLOURS[i]}"/><text x="{x + 19}" y="15">{method}</text>'
+        )
+    for column, condition in enumerate(conditions):
+        x = LEFT + column * (WIDTH + GAP)
+        parts.append(f'<text x="{x}" y="{TOP - 8}" font-weight="bold">{condition}</text>')
+    for line, (metric, name) in enumerate(CURVES.items()):
+        y = TOP + line * (HEIGHT + GAP)
+        drawn = {
+            (condition, method): averaged(study, rows, condition, method, metric)
+            for condition in conditions
+            for method in methods
         }
-    return result
+        top = max((x for curve in drawn.values() for x in curve), default=0.0) or 1.0
+        parts.append(f'<text x="4" y="{y + 12}" font-weight="bold">{name}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 26}" text-anchor="end">{top:.2g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + HEIGHT}" text-anchor="end">0</text>')
+        for column, condition in enumerate(conditions):
+            x = LEFT + column * (WIDTH + GAP)
+            parts.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#ccc"/>')
+            for i, method in enumerate(methods):
+                curve = drawn[condition, method]
+                points = " ".join(
+                    f"{x + WIDTH * k / max(1, len(curve) - 1):.1f},{y + HEIGHT * (1 - value / top):.1f}"
+                    for k, value in enumerate(curve)
+                )
+                parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[i]}" stroke-width="1.6"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def averaged(study: Row, rows: Sequence[Row], condition: str, method: str, metric: str) -> list[float]:
+    names = {arm["name"] for arm in study["arms"] if (arm["condition"], arm["method"]) == (condition, method)}
+    mine = [row["curves"] for row in rows if row["part"] == "compare" and row["arm"] in names]
+    if metric == "clip/low" and not cuts(method):
+        return []
+    if metric == "clip/low":
+        curves = [
+            [(a or 0.0) + (b or 0.0) for a, b in zip(one["clip/low"], one["clip/high"], strict=True)]
+            for one in mine
+            if one.get("clip/low")
+        ]
+    else:
+        curves = [[x or 0.0 for x in one[metric]] for one in mine if one.get(metric)]
+    return [statistics.fmean(values) for values in zip(*curves, strict=False)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="*", default=METHODS)
-    parser.add_argument("--lags", nargs="*", type=int, default=[1, 4, 16, 64])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rate", type=float, default=1.0)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("folder", type=Path, help="of a study")
+    parser.add_argument("--svg", type=Path, help="where the curves go")
+    parser.add_argument("--methods", nargs="+", default=["rpg-reinforce-urkl", "dapo", "grpo", "reinforce"])
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
-    known = {(row["method"], row["lag"], row["seed"]) for row in rows}
-    grid = itertools.product(range(args.seeds), args.lags, args.methods)
-    wanted = [(method, lag, seed) for seed, lag, method in grid if (method, lag, seed) not in known]
-    end = time.monotonic() + 60 * args.minutes
-
-    def run(key: tuple[str, int, int]) -> None:
-        if time.monotonic() < end:
-            rows.append(one(*key, args.steps, args.rate, args.device, args.threads))
-            print(json.dumps({k: v for k, v in rows[-1].items() if k != "ess_by_step"}), file=sys.stderr, flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=0))
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, wanted))
-    table(rows, args.methods, args.lags)
-
-
-def table(rows: list[dict[str, Any]], methods: list[str], lags: list[int]) -> None:
-    """Means over the seeds that ended, and how many."""
-    print("| steps a batch | method | " + " | ".join(COLUMNS.values()) + " | runs |")
-    print("|---:|---|" + "---:|" * (len(COLUMNS) + 1))
-    for lag, method in itertools.product(lags, methods):
-        mine = [row for row in rows if (row["lag"], row["method"]) == (lag, method)]
-        whole = [row for row in mine if "accuracy" in row]
-        if not mine:
-            continue
-        cells = [f"{statistics.mean(row[name] for row in whole):.3g}" if whole else "" for name in COLUMNS]
-        print(f"| {lag} | {method} | " + " | ".join(cells) + f" | {len(whole)} of {len(mine)} |")
+    study, rows = read_results(args.folder / FILE)
+    print(table(study, rows))
+    if args.svg:
+        conditions = list(dict.fromkeys(arm["condition"] for arm in study["arms"]))
+        args.svg.write_text(picture(study, rows, args.methods, conditions), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/warning_lights.py                 # all of them, some 20 minutes on a core; --only NAME for one
     python benchmarks/warning_lights.py --table         # no run: the tables of docs/warning-lights.md, from the record
+    python benchmarks/warning_lights.py --again 100       # every run with its seed + 100; nothing is recorded
     python benchmarks/warning_lights.py --cost            # seconds of a step with the lights and without
 
 Makes runs in runs/lights/, and the record that tests/training/test_lights.py reads: of each run the metrics that the
@@ -225,7 +226,8 @@ MARGIN = 1.5  # of a threshold, above the largest value of any healthy run
 
 
 def largest(signal: Signal, runs: Iterable[Rows]) -> float:
-    return max(value for rows in runs for value in signal(rows[1:]) if not math.isnan(value))
+    values = (value for rows in runs for value in signal(rows[1:]) if not math.isnan(value))
+    return max(values, default=-math.inf)  # one optimiser step a batch has no shift/good
 
 
 def compared(record: Record) -> str:
@@ -320,18 +322,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], help="names of runs")
     parser.add_argument("--table", action="store_true", help="make no run: the tables of those recorded")
+    parser.add_argument("--again", type=int, metavar="N", help="with other seeds, N further; the tables of these alone")
     parser.add_argument("--cost", action="store_true", help="make no run of these: what the lights cost a step")
     asked = parser.parse_args()
     if asked.cost:
         print(cost())
         return
-    record = recorded() if RECORD.exists() else {}
+    record = recorded() if RECORD.exists() and asked.again is None else {}
     for kind, runs in {"failing": FAILING, "healthy": HEALTHY}.items():
         for name, settings in runs.items():
             if asked.table or (asked.only and name not in asked.only):
                 continue
-            record.setdefault(kind, {})[name] = make(name, settings)
-            write(record)
+            seed = settings.get("seed", 0) + (asked.again or 0)
+            record.setdefault(kind, {})[name] = make(name, settings | {"seed": seed})
+            if asked.again is None:
+                write(record)
             print(name, fall(record[kind][name]), lit(record[kind][name]), flush=True)
     print(table(record), compared(record), sep="\n\n")
 

@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-AHEAD, REUSE, CHOOSE = ["--rollout.ahead", "1"], ["--offpolicy.reuse", "2"], ["--rollout.choose", "signal"]
+AHEAD = ["--rollout.ahead", "1", "--rollout.cache", "kept"]
+REUSE, CHOOSE = ["--offpolicy.reuse", "2"], ["--rollout.choose", "signal"]
 CASES = {
     "plain": [],
     "ahead": AHEAD,

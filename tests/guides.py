@@ -267,6 +267,7 @@ def wrong_settings(page: Path, text: str) -> Iterator[str]:
     """Settings that a run does not have: `rollout.samples`, `--loss.beta`, and those in blocks of YAML."""
     from rpg.run.config import Config
     from rpg.run.settings import build, leaves
+    from rpg.study.design import read_study
 
     known = leaves(Config)
     sections = {path.partition(".")[0] for path in known if "." in path}
@@ -285,7 +286,7 @@ def wrong_settings(page: Path, text: str) -> Iterator[str]:
             file.write(block)
             file.flush()
             try:
-                build(Config, file=Path(file.name))
+                read_study(Path(file.name)) if "\ncompare:" in f"\n{block}" else build(Config, file=Path(file.name))
             except ValueError as error:
                 yield str(error).replace(file.name, "YAML")
 

@@ -350,12 +350,15 @@ def merge(
         scratch, whole = Path(beside) / "scratch", Path(beside) / "whole"
         scratch.mkdir()
         whole.mkdir()
-        start = open_source(begun[0], scratch, begun[1])
         sources = []
         for name in names:
             note(f"opening {name}")
             path, options = _model_of(name, checkpoint)
             sources.append(replace(open_source(path, scratch, options), name=name))
+        bits = {source.base_bits for source in sources}
+        if len(bits) > 1:
+            raise ValueError("some were trained beside weights in 4 bits and some were not: merge each kind on its own")
+        start = open_source(begun[0], scratch, begun[1], *bits)
         merged = merge_models(
             sources, start, whole, weights=weights, method=method, towards=towards, per=per, note=note
         )

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import tiny
-from rpg.costs.memory import Layout, choose, estimate
+from rpg.costs.memory import Layout, available_bytes, choose, estimate
 from rpg.distributed.context import RunContext
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
@@ -237,3 +237,12 @@ def test_the_error_holds_no_tensor(batch):
         raise torch.OutOfMemoryError("no room")
 
     OomRetry(64).run(batch, work)
+
+
+def test_a_process_that_was_given_a_share_of_a_gpu_plans_with_that(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 140))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
+    for fraction, expected in ((1.0, 108), (0.5, 63)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, x=fraction: x)
+        assert available_bytes(torch.device("cuda", 0)) == expected
+    assert available_bytes(torch.device("cpu")) is None

@@ -9,7 +9,7 @@ import torch
 import tiny
 from rollout.engines import PROMPTS, engine, flat, forward_logp
 from rpg.kernels.decode import LayerCache
-from rpg.rollout import NativeEngine
+from rpg.rollout import NativeEngine, pages
 from rpg.rollout.pages import from_host, page_bytes, to_host
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -166,11 +166,14 @@ def test_responses_that_the_host_has_no_room_for_begin_again(llama, pages):
     assert (timing.begun_again == timing.set_back) == (pages == 0)
 
 
-def test_copies_on_the_host_are_of_a_few_pages_each():
+def test_copies_on_the_host_are_of_a_few_pages_each(monkeypatch):
     layer = LayerCache.empty(40, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), True, page=4)
     assert page_bytes([layer, layer]) == 2 * 2 * (2 * 4 * 8 + 2 * 4 * 4)
-    copies = to_host([layer], list(range(35)))
-    assert [len(copy) for copy in copies] == [16] * 4 + [16] * 4 + [3] * 4
+    monkeypatch.setattr(pages, "AT_ONCE", 16)
+    first, nothing, second = to_host([layer], [list(range(20)), [], list(range(20, 35))])
+    assert [len(copy) for copy in first] == [16] * 4 + [4] * 4
+    assert [len(copy) for copy in second] == [12] * 4 + [3] * 4
+    assert nothing == []
 
 
 def test_kept_sets_of_responses_that_wait(llama):
@@ -193,13 +196,12 @@ def test_what_is_set_back_comes_back_bit_for_bit():
         layer.put(page, place, *torch.randn(2, 6, 4, 2, width, generator=generator))
         layers.append(layer)
     before = [[part.clone() for part in layer.parts] for layer in layers]
-    first, second, nothing = (to_host(layers, held) for held in ([4, 1], [3], []))
-    from_host(layers, [], nothing)
+    first, second, nothing = to_host(layers, [[4, 1], [3], []])
+    from_host(layers, [[]], [nothing])
     for layer in layers:
         for part in layer.parts:
             part[[4, 1, 3]] = 0
-    from_host(layers, [1, 3], first)
-    from_host(layers, [4], second)
+    from_host(layers, [[4], [], [1, 3]], [second, nothing, first])
     for layer, was in zip(layers, before, strict=True):
         for part, old in zip(layer.parts, was, strict=True):
             assert torch.equal(part[[1, 3, 4, 0, 2, 5]], old[[4, 1, 3, 0, 2, 5]])

@@ -34,15 +34,25 @@ RECORD = bench.recorded()
 # ---- recorded runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, rows in RECORD["failing"].items() if bench.fall(rows)])
-def test_a_run_that_falls_has_lit_before_it_shows(name):
+FALLING = [name for name, rows in RECORD["failing"].items() if bench.fall(rows)]
+WRONG_REWARD = [name for name in FALLING if "task.rewards" in bench.FAILING[name]]
+
+
+@pytest.mark.parametrize("name", [name for name in FALLING if name not in WRONG_REWARD])
+def test_a_run_whose_steps_are_too_large_has_lit_before_it_falls(name):
     rows = RECORD["failing"][name]
     warned = [step for light, step in bench.lit(rows).items() if light != "fallen"]
     assert min(warned) <= bench.fall(rows)
 
 
+@pytest.mark.parametrize("name", WRONG_REWARD)
+def test_a_run_that_is_paid_for_the_wrong_thing_is_told_while_it_falls(name):
+    assert min(bench.lit(RECORD["failing"][name]).values()) <= bench.fall(RECORD["failing"][name]) + 3
+
+
 def test_the_record_has_runs_that_fall_and_runs_that_do_not():
-    assert sum(bench.fall(rows) is not None for rows in RECORD["failing"].values()) >= 6
+    assert len(FALLING) - len(WRONG_REWARD) >= 6
+    assert WRONG_REWARD
     assert len(RECORD["healthy"]) >= 6
     for rows in RECORD["healthy"].values():
         assert rows[-1]["accuracy"] > rows[0]["accuracy"]
@@ -185,7 +195,7 @@ def test_an_absurd_learning_rate_lights(tmp_path, capsys):
 
 
 def test_a_plain_run_stays_dark(tmp_path):
-    rpg.train(steps=3, output=str(tmp_path / "run"), **SHORT, **{"rollout.prompts": 16, "log.report": False})
+    rpg.train(steps=3, output=str(tmp_path / "run"), **SHORT | {"rollout.prompts": 16, "log.report": False})
     rows = metrics(tmp_path / "run")
     lights = {name: value for row in rows for name, value in row.items() if name.startswith("light/")}
     assert len(lights) == len(LIGHTS)

@@ -13,6 +13,7 @@ from ..console import Mistake, complain, estimated_duration, one_line
 if TYPE_CHECKING:
     from ..study.design import Study
 
+PAGE = "study.html"
 EXAMPLES = """\
 examples:
   rpg study studies/builtin-lag.yaml --dry-run       its runs, in order, and how long they should take
@@ -26,12 +27,17 @@ def add_study(commands: Any) -> None:
         "study",
         help="methods or settings × seeds, each tuned, compared with intervals",
         description="Run the arms of a study, each tuned and with several seeds on one budget, and say what differs. "
-        "FILE says what to run (docs/study.md); a study's FOLDER shows what came of it.",
+        "FILE says what to run (docs/study.md); RESULTS shows what came of it, and writes the page again.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("study", type=Path, metavar="FILE|FOLDER", help="a study's file (.yaml), or the folder that one has written")
+    add(
+        "study",
+        type=Path,
+        metavar="FILE|RESULTS",
+        help="a study's file (.yaml), or what one has written: its folder, or results.jsonl alone",
+    )
     add("-o", "--output", type=Path, metavar="FOLDER", help="where it writes (default: runs/study-NAME)")
     add("--dry-run", action="store_true", help="list the runs and estimate their time; nothing is run")
     add("--jobs", type=int, metavar="N", help="runs at a time (default: the file's)")
@@ -42,7 +48,7 @@ def add_study(commands: Any) -> None:
 
 
 def run_study(args: argparse.Namespace) -> int:
-    if args.study.is_dir():
+    if args.study.is_dir() or args.study.suffix == ".jsonl":
         _show(args.study, args)
         return 0
     from ..study.design import read_study
@@ -56,8 +62,15 @@ def run_study(args: argparse.Namespace) -> int:
     if args.dry_run:
         _dry_run(study, folder, jobs)
         return 0
+    from ..study.design import check_runs
     from ..study.runner import Runner
 
+    with one_line("", ValueError):
+        check_runs(study)
+    if jobs > 1 and study.config.budget.minutes is not None:
+        complain(
+            f"warning: {jobs} runs at a time take time from each other: minutes are a fair budget with --jobs 1 alone"
+        )
     runner = Runner(study, folder, jobs, complain)
     with one_line("", ValueError):
         if args.retry_failed:
@@ -67,14 +80,20 @@ def run_study(args: argparse.Namespace) -> int:
     return 0 if done else 3
 
 
-def _show(folder: Path, args: argparse.Namespace) -> None:
+def _show(results: Path, args: argparse.Namespace) -> None:
+    from ..run.logs import write_whole
+    from ..study import page
     from ..study.outcome import outcome
     from ..study.results import read_results
     from ..study.text import markdown
 
     with one_line("", ValueError):
-        study, rows = read_results(folder)
+        study, rows = read_results(results)
     result = outcome(study, rows)
+    where = (results if results.is_dir() else results.parent) / PAGE
+    with one_line("", OSError):
+        write_whole(where, page.html(result))
+    complain(f"page: {where}")
     if args.json:
         print(json.dumps(result, ensure_ascii=False, indent=1))
     else:
@@ -91,7 +110,7 @@ def _dry_run(study: Study, folder: Path, jobs: int) -> None:
         with one_line(f"{arm.name}: ", ValueError):
             seconds[arm.name] = plan(arm.config).middle.run
     total = 0.0
-    for number, run in enumerate((*study.tuning(), *study.compared()), 1):
+    for number, run in enumerate((*study.tuning, *study.compared()), 1):
         total += seconds[run.arm.name]
         waits = run.part == "compare" and study.candidates
         title = f"{run.arm.name}, seed {run.seed} (once it is tuned)" if waits else run.title

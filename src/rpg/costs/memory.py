@@ -7,6 +7,7 @@ is given back before the second, so that each phase has the device for itself.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from ..distributed.ranks import ALONE, World
 from ..models.adapters import adapted
+from ..models.four_bits import largest_dense, packed_bytes
 from ..models.meta import Shell, shell
 from ..run.config import Config
 from ..run.teacher import naming, teacher_of
@@ -24,11 +26,12 @@ CPU_SLOTS, MOST_SLOTS, SLOTS = 256, 1024, 64  # decoded at once; on a GPU a mult
 MOST_TOKENS, ENOUGH_TOKENS, LEAST_TOKENS = 32768, 8192, 1024  # on a GPU; below enough, activations are recomputed
 READ_TOKENS = 32768  # of prompts, in one pass of the engine
 SHARE = 0.9  # of the device's memory that is planned for; the rest: workspaces, graphs, logits, fragments
+GPU_SHARE = "RPG_GPU_SHARE"  # in the environment: of a GPU's memory, for each of several runs on it (rpg study)
 HOST_SHARE = 0.5  # of the host's memory that is taken for offload without being asked
 WAITING_SHARE = 0.25  # of it, at most, for responses that wait for pages
 WORTH = 1.5  # times the rows at a time, from which on offload is worth its transfers
 PHASES = ("sampling", "training")
-PARTS = ("weights", "masters", "moments", "gradients", "reference", "cache", "reading", "activations")
+PARTS = ("weights", "masters", "moments", "gradients", "reference", "dense", "cache", "reading", "activations")
 ABSENT = {"sampling": ("gradients", "activations"), "training": ("reading",)}
 MOVED = {"sampling": ("masters", "moments"), "training": ("cache",)}  # with offload
 
@@ -54,6 +57,8 @@ class Memory:
     activations: int
     """what the backward pass needs of the forward pass of a micro-batch"""
     offload: bool = False
+    dense: int = 0
+    """the largest matrix of a model in 4 bits, while it is multiplied"""
 
     def during(self, phase: str) -> dict[str, int]:
         """The parts that are on the device while responses are sampled, or while the model is trained."""
@@ -139,7 +144,7 @@ def _estimate(
     size = weights[0][1]  # of the embedding, and of all that is not an adapter
     shape, longest = Shape.of(model.config.get_text_config()), longest_row(config)
     return Memory(
-        weights=_bytes(weights),
+        weights=_bytes(weights) + packed_bytes(model),
         masters=sum(n * 4 for n, size in trained if size < 4),
         moments=2 * sum(n * max(size, 4) for n, size in trained),
         gradients=sum(n * (4 + size if size < 4 else size) for n, size in trained),
@@ -148,6 +153,7 @@ def _estimate(
         reading=READ_TOKENS * shape.layer_bytes(size),
         activations=max(micro_tokens, longest) * shape.activation_bytes(size, recompute, logits),  # none is cut
         offload=layout.offload,
+        dense=largest_dense(model),
     )
 
 
@@ -205,7 +211,7 @@ def lay_out(
     each = shape.cache_bytes(size, rollout.cache_dtype)
     row = row_tokens(config, trained)
     if not trained:
-        return _fitted(config, available - parts.weights - parts.reading, each, row, False)
+        return _fitted(config, available - parts.weights - parts.dense - parts.reading, each, row, False)
     moving = replace(parts, offload=True)
     if asked and host is not None and moving.moved > host:
         raise ValueError(
@@ -352,4 +358,7 @@ def available_bytes(device: torch.device) -> int | None:
     """Of a GPU, to plan with: what is free and what this process has. None: a CPU."""
     if device.type != "cuda":
         return None
-    return int(SHARE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+    free, total = torch.cuda.mem_get_info(device)
+    # a study's runs share a GPU, and a process may have been limited
+    share = min(float(os.environ.get(GPU_SHARE, 1)), torch.cuda.get_per_process_memory_fraction(device))
+    return int(SHARE * min(free + torch.cuda.memory_reserved(device), share * total))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..kernels import nf4
+from ..models.four_bits import packed_weights
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -31,6 +34,7 @@ class Operations:
     body: int  # weights of the layers' matrices
     element: int = 2  # bytes of a number
     cache: int | None = None  # bytes of a token's keys and values in all layers; None: of as many bytes a number
+    packed: int = 0  # weights of the body in 4 bits
 
     @classmethod
     def of(cls, model: Any, element: int) -> Operations:
@@ -44,8 +48,10 @@ class Operations:
             width=getattr(config, "head_dim", None) or config.hidden_size // heads,
             hidden=config.hidden_size,
             vocab=int(model.get_output_embeddings().weight.shape[0]),
-            body=sum(p.numel() for p in model.parameters() if p.dim() >= 2 and id(p) not in ends),
+            body=sum(p.numel() for p in model.parameters() if p.dim() >= 2 and id(p) not in ends)
+            + packed_weights(model),
             element=element,
+            packed=packed_weights(model),
         )
 
     @property
@@ -59,8 +65,15 @@ class Operations:
 
     def decode_bytes(self, rows: int, held: float) -> float:
         """One step: all weights once, the keys and values of all tokens that are held, the logits written and read."""
-        weights = (self.body + self.head) * self.element
+        weights = (self.body - self.packed + self.head) * self.element + self.packed * nf4.BYTES
+        if rows > nf4.FEW_ROWS:  # made dense, and read again
+            weights += 2 * self.packed * self.element
         return weights + held * self.kv_bytes + 2 * rows * self.vocab * self.element
+
+    @property
+    def dequantise_bytes(self) -> float:
+        """To make all weights that are in 4 bits dense: read, and written."""
+        return self.packed * (nf4.BYTES + self.element)
 
     def decode_flops(self, rows: int, length: float) -> float:
         return 2 * rows * (self.body + self.head) + self._attention(rows * length)

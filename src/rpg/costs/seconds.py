@@ -4,6 +4,8 @@ Two lines, fitted to the rows of docs/speed-table.md, which they meet within a f
 
 a decoding step    1.3 × its floor + 36 µs a layer
 training           1.2 × its products + 12 × its activations moved through memory; not less than 8 ms a layer and pass
+
+Weights in 4 bits are made dense in every pass, twice or thrice for a micro-batch with gradients.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def train_seconds(
     least = (
         max(1.0, sizes.tokens / work.micro_tokens) * operations.layers * device.train_layer * (1 / 3 if forward else 1)
     )
-    seconds = max(products + (share + again) * moved / device.bandwidth, least)
+    passes = max(1.0, sizes.tokens / work.micro_tokens) * (1 if forward else 2 + work.recompute)
+    dense = passes * operations.dequantise_bytes / device.bandwidth
+    seconds = max(products + dense + (share + again) * moved / device.bandwidth, least)
     if forward:
         return seconds
     return seconds + optimiser_steps * work.trained * OPTIMISER_BYTES / device.bandwidth

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..console import steps_text
 from ..models import BUILTIN
+from ..models.four_bits import saved_bits
 from ..run import checkpoint
 from ..run.config import Config
 from ..training.progress import best_of
@@ -85,6 +86,8 @@ def _with_adapter(folder: Path) -> Start:
     settings = folder / "adapter_config.json"
     if not settings.is_file():
         return Start(str(folder))
+    if saved_bits(folder):
+        raise ValueError(f"{folder} was trained beside weights in 4 bits, which are here alone: rpg merge it first")
     base = json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]
     return Start(str(BUILTIN) if base == "builtin" else base, str(folder))
 

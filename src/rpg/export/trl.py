@@ -61,6 +61,7 @@ def _refuse(config: Config, method: Method, launch: Launch) -> None:
         "rollout.old_logp=engine": rollout.old_logp == "engine" and "TRL recomputes them, or not at all on-policy",
         f"rollout.vllm.{(vllm or [''])[0]}": rollout.engine == "vllm" and vllm and "leave it out",
         f"algorithm={method.name}": method.only_here or (method.needs_greedy and greedy),
+        "peft.base_bits": config.peft.base_bits is not None and "it would round the base in its own way: leave it out",
         "peft.options.lora_dropout": config.peft.options.get("lora_dropout") and "it must be 0, as for rpg train",
         f"reference.update={anchor}": anchor == "ema" and recipe.steps_a_batch(config) > 1 and by_step,
     }

@@ -79,6 +79,7 @@ def _refuse(config: Config, method: Method) -> None:
     reasons = {
         f"algorithm={method.name}": method.only_here or (method.needs_greedy and greedy),
         "rollout.min_p": config.rollout.min_p > 0 and "give --rollout.min_p 0, with top_p or top_k in its place",
+        "peft.base_bits": config.peft.base_bits is not None and "its base is held in 16 bits: leave it out",
         "peft.method": config.peft.method not in (None, "lora") and f"only lora there; got {config.peft.method}",
         **{f"model_options.{name}": bad and "give --model a folder that holds it" for name, bad in options.items()},
     }

@@ -35,6 +35,10 @@ def merging() -> Iterator[None]:
         _merging.pop()
 
 
+def within_merging() -> bool:
+    return bool(_merging)
+
+
 def merge(model: nn.Module) -> list[str]:
     """Prepare this instance; the names of the modules whose projections are merged or whose residuals are folded."""
     done = []

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from ..console import flat_text, install, nearest
+from .four_bits import layers, save_bits, saved_bits
 
 WRAPPER = "_peft_wrapper"  # in a model's __dict__, not among its modules: the PeftModel around it
+BASE_BITS = "_base_bits"  # there too, of an adapter from a folder: how its model was held when it was trained
+STARTS = (True, False, "gaussian", "orthogonal")  # of LoRA, that leave the model's own weights as they are
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lora": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"},
 }
@@ -36,6 +39,8 @@ class AdapterSettings(Protocol):
     def method(self) -> str | None: ...
     @property
     def options(self) -> Mapping[str, Any]: ...
+    @property
+    def base_bits(self) -> int | None: ...
 
 
 def attach(model: Any, method: str, options: Mapping[str, Any], base: str) -> Any:
@@ -76,6 +81,7 @@ def restore(model: Any, folder: Path) -> Any:
     _check_fit(config.peft_type.lower())
     _check_start(config)
     base = config.base_model_name_or_path
+    vars(model)[BASE_BITS] = saved_bits(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -102,6 +108,12 @@ def _wrapped(wrapper: Any, dtype: torch.dtype, base: str) -> Any:
 def adapted(model: Any) -> bool:
     """Whether there is an adapter in the model."""
     return WRAPPER in vars(model)
+
+
+def base_bits(model: Any) -> int | None:
+    """What the adapter's folder says of the model it is for."""
+    bits: int | None = vars(model).get(BASE_BITS)
+    return bits
 
 
 def method_of(model: Any) -> str:
@@ -174,6 +186,7 @@ def save(model: Any, folder: Path) -> None:
         warnings.simplefilter("ignore")
         # the model's own embeddings are never trained; "auto" would ask the hub whether they were
         vars(model)[WRAPPER].save_pretrained(str(folder), save_embedding_layers=False)
+    save_bits(model, folder)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -216,6 +229,32 @@ def check_same(model: Any, method: str | None, options: Mapping[str, Any]) -> No
         now, then = getattr(wanted, name), getattr(loaded, name)
         if name != "target_modules" and now != then:  # those are spelt out once they are known
             raise ValueError(f"peft.options.{name} is {now}, but the model is an adapter made with {then}")
+
+
+def check_bits(bits: int | None, method: str | None, options: Mapping[str, Any]) -> None:
+    """Weights in 4 bits are never trained, nor rewritten: LoRA alone is beside them."""
+    if bits is None:
+        return
+    if method is None:
+        raise ValueError("peft.base_bits is for the frozen model under an adapter: give --peft.method lora")
+    _check_beside(make_config(method, options))
+
+
+def check_base(model: Any) -> None:
+    """The same of an adapter that is in its model."""
+    if layers(model):
+        _check_beside(vars(model)[WRAPPER].peft_config["default"])
+
+
+def _check_beside(config: Any) -> None:
+    kind = str(config.peft_type.value).lower()
+    if kind != "lora" or config.use_dora:
+        raise ValueError(f"peft.base_bits goes with plain LoRA, not {'dora' if kind == 'lora' else kind}: take lora")
+    if config.init_lora_weights not in STARTS:
+        raise ValueError(
+            f"peft.options.init_lora_weights {config.init_lora_weights} rewrites the model's weights, which "
+            "peft.base_bits rounds: leave it out"
+        )
 
 
 def _check_fit(kind: str) -> None:

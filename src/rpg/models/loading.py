@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import BUILTIN, adapters
+from . import BUILTIN, adapters, four_bits
 from .errors import Explained, explain, refusal
 from .gguf import load_gguf
 
@@ -29,8 +29,13 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     options: Mapping[str, Any] | None = None,
+    base_bits: int | None = None,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer). ``options`` go to from_pretrained: revision, token, trust_remote_code, …"""
+    """(model, tokenizer). ``options`` go to from_pretrained: revision, token, trust_remote_code, …
+
+    ``base_bits`` 4: the layers' weights are rounded to 4 bits on the way to the device, which never has them all dense.
+    So they are for an adapter that was trained on such weights.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -44,6 +49,8 @@ def load(
         model, tokenizer = _load(name, where, dtype, options)
         complete(tokenizer, model)
         make_savable(model)
+        if base_bits or adapters.base_bits(model):
+            four_bits.quantise_layers(model, device)
     except (Explained, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of transformers, tokenizers, safetensors, the hub: each has its own kinds

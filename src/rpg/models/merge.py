@@ -26,6 +26,7 @@ from torch import Tensor
 from ..console import describe, first_line, one_of
 from . import BUILTIN, adapters
 from .errors import Explained
+from .four_bits import make_dense
 from .loading import HUB_ID, SHARED, TOKENIZERS, load
 from .meta import config_of
 from .vocabulary import clash, tokenizer_files, vocabulary
@@ -88,6 +89,7 @@ class Source:
     folder: Path
     dtype: torch.dtype | None = None  # of the model it stands for, where its files have another
     trusted: bool = False  # code that comes with its tokenizer may run
+    base_bits: int | None = None  # in which an adapter's model was held when it was trained
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -154,9 +156,14 @@ def _opened(file: Path) -> Iterator[Any]:
         yield tensors
 
 
-def open_source(name: str, scratch: Path, options: Mapping[str, Any] | None = None) -> Source:
+def open_source(
+    name: str, scratch: Path, options: Mapping[str, Any] | None = None, base_bits: int | None = None
+) -> Source:
     """A model by any name that --model takes. What has no safetensors of a whole model (an adapter, a .gguf) is loaded
-    and written to ``scratch``, in float32: an adapter's changes are smaller than half precision can tell."""
+    and written to ``scratch``, in float32: an adapter's changes are smaller than half precision can tell. So is what is
+    to be rounded to ``base_bits``, as the model was that an adapter began from."""
+    if base_bits is not None:
+        return _written(name, scratch, options, base_bits)
     if name == "builtin":
         return Source(name, BUILTIN)
     folder = Path(name).expanduser()
@@ -166,8 +173,14 @@ def open_source(name: str, scratch: Path, options: Mapping[str, Any] | None = No
     kept = {key: value for key, value in (options or {}).items() if key in SHARED[:5]}
     if not folder.exists() and HUB_ID.fullmatch(name) and (fetched := _fetched(name, kept)) is not None:
         return Source(name, fetched, trusted=trusted)
-    model, tokenizer = load(name, options=options)
-    base = name
+    return _written(name, scratch, options)
+
+
+def _written(name: str, scratch: Path, options: Mapping[str, Any] | None, base_bits: int | None = None) -> Source:
+    trusted = bool((options or {}).get("trust_remote_code"))
+    model, tokenizer = load(name, options=options, base_bits=base_bits)
+    base, bits = name, base_bits or adapters.base_bits(model)
+    make_dense(model)
     if adapters.adapted(model):
         wrapper = vars(model)[adapters.WRAPPER]
         base = str(wrapper.peft_config["default"].base_model_name_or_path)
@@ -176,7 +189,7 @@ def open_source(name: str, scratch: Path, options: Mapping[str, Any] | None = No
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     stated = None if base.endswith(".gguf") else getattr(config_of(base, options or {})[0], "dtype", None)
-    return Source(name, target, stated if isinstance(stated, torch.dtype) else None, trusted)
+    return Source(name, target, stated if isinstance(stated, torch.dtype) else None, trusted, bits)
 
 
 def _whole(folder: Path) -> bool:

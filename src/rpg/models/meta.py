@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..console import flat_text
-from . import BUILTIN, adapters
+from . import BUILTIN, adapters, four_bits
 from .errors import Explained, explain
 from .known_shapes import known_config
 from .loading import SHARED, ask_hub, check_config, is_adapter
@@ -27,21 +27,32 @@ class Shell:
 
 
 def shell(
-    name: str, dtype: torch.dtype, options: Mapping[str, Any], method: str | None = None, adapter: str = "{}"
+    name: str,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    method: str | None = None,
+    adapter: str = "{}",
+    base_bits: int | None = None,
 ) -> Shell:
-    """The model that ``name`` means in a run; with ``method`` an adapter of PEFT, its options as JSON, on it."""
-    return _shell(name, dtype, json.dumps(dict(options), default=str), method, adapter)
+    """The model that ``name`` means in a run; with ``method`` an adapter of PEFT, its options as JSON, on it, and with
+    ``base_bits`` 4 the layers under that in 4 bits."""
+    return _shell(name, dtype, json.dumps(dict(options), default=str), method, adapter, base_bits)
 
 
 @lru_cache(maxsize=16)
-def _shell(name: str, dtype: torch.dtype, options: str, method: str | None, adapter: str) -> Shell:
+def _shell(
+    name: str, dtype: torch.dtype, options: str, method: str | None, adapter: str, base_bits: int | None
+) -> Shell:
     import transformers
 
-    base, saved_method, saved_options = _adapter(name)
+    adapters.check_bits(base_bits, method, json.loads(adapter))
+    base, saved_method, saved_options, saved_bits = _adapter(name)
     config, known_from = config_of(base, json.loads(options))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     parameters = sum(p.numel() for p in model.parameters())
+    if base_bits or saved_bits:
+        four_bits.quantise_layers(model, "meta")
     if kind := method or saved_method:
         model = adapters.attach(model, kind, json.loads(adapter) or saved_options, base)
     return Shell(model, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad), known_from)
@@ -90,11 +101,12 @@ def _of_gguf(name: str, path: Path) -> tuple[Any, str]:
         raise ValueError(f"{name}: its header cannot be read: {flat_text(error)}") from error
 
 
-def _adapter(name: str) -> tuple[str, str | None, dict[str, Any]]:
-    """(base model, method, options) of a folder that holds an adapter; else the name alone."""
+def _adapter(name: str) -> tuple[str, str | None, dict[str, Any], int | None]:
+    """(base model, method, options, bits of the base) of a folder that holds an adapter; else the name alone."""
     file = Path(name).expanduser() / "adapter_config.json"
     if not is_adapter(file.parent):
-        return name, None, {}
+        return name, None, {}, None
     settings = json.loads(file.read_text(encoding="utf-8"))
     options = {key: settings[key] for key in ("r", "target_modules", "use_dora") if key in settings}
-    return str(settings["base_model_name_or_path"]), str(settings["peft_type"]).lower(), options
+    bits = four_bits.saved_bits(file.parent)
+    return str(settings["base_model_name_or_path"]), str(settings["peft_type"]).lower(), options, bits

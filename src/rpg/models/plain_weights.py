@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .four_bits import FourBitLinear, make_dense
+
 
 def stored_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """As ``merged_state``, in the layout of the model's files where transformers holds them otherwise (experts)."""
@@ -22,7 +24,7 @@ def merged_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by the names they have in the plain model, each once: of tied ones the first.
 
     A layer with an adapter of PEFT gives the weights it has with the adapter merged into them, computed on the fly, one
-    layer at a time.
+    layer at a time. What is held in 4 bits is given as it is multiplied, dense.
     """
     new = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     lasting = frozenset(new)  # not of merged layers: those are gone when the next comes, and it may have their place
@@ -51,7 +53,9 @@ def _walk(module: nn.Module, prefix: str, tied: Tensor | None) -> Iterator[tuple
 
 
 def _plain(module: Any, prefix: str, tied: Tensor | None) -> nn.Module:
-    """The module; where PEFT has put something in its place, what it amounts to."""
+    """The module; where PEFT has put something in its place, or it is held in 4 bits, what it amounts to."""
+    if isinstance(module, FourBitLinear):
+        return module.dense()
     layers: Any = sys.modules.get("peft.tuners.tuners_utils")
     copies: Any = sys.modules.get("peft.utils.other")
     if layers is not None and isinstance(module, layers.BaseTunerLayer):
@@ -66,8 +70,11 @@ def _plain(module: Any, prefix: str, tied: Tensor | None) -> nn.Module:
         )
     if not off and isinstance(module, layers.BaseTunerLayer):
         module = copy.deepcopy(module)
+        make_dense(module)
         module.merge(adapter_names=module.active_adapters)
         base = module.get_base_layer()
     elif not off:
         base = module.modules_to_save[module.active_adapters[0]]
+    if isinstance(base, FourBitLinear):
+        return base.dense()
     return base  # type: ignore[no-any-return]

@@ -74,15 +74,17 @@ class Policy:
         """``builtin``, a Hugging Face folder or hub id, a .gguf file, an adapter's folder: see models/loading.py.
 
         With a method in ``peft`` an adapter is put into the model and trained alone. Where the name is an adapter's, it
-        is that one which is trained.
+        is that one which is trained. ``peft.base_bits`` 4: beside weights in 4 bits.
         """
-        model, tokenizer = load(name, dtype=dtype, device=device, options=options)
-        method, settings = (None, {}) if peft is None else (peft.method, peft.options)
+        method, settings, bits = (None, {}, None) if peft is None else (peft.method, peft.options, peft.base_bits)
+        adapters.check_bits(bits, method, settings)
+        model, tokenizer = load(name, dtype=dtype, device=device, options=options, base_bits=bits)
         if settings and method is None and not adapters.adapted(model):
             raise ValueError("peft.options without a method: give --peft.method lora")
         fresh = False
         if adapters.adapted(model):
             adapters.check_same(model, method, settings)
+            adapters.check_base(model)
         elif method is not None:
             model = adapters.attach(model, method, settings, _lasting(name, (options or {}).get("subfolder")))
             fresh = adapters.began_as_nothing(model)

@@ -99,6 +99,7 @@ class Plan:
     warnings: tuple[str, ...]
     parameters: int
     trained: int
+    packed: int  # held in 4 bits
     known_from: str  # where the model's shape is from
     device: Device
     dtype: str
@@ -152,7 +153,8 @@ def plan(
     check_rewards(config)
     check_ahead(config, method, ranks=1)
     chosen, dtype = _device(config, device)
-    model = shell(config.model, dtype, config.model_options, config.peft.method, json.dumps(config.peft.options))
+    peft = config.peft
+    model = shell(config.model, dtype, config.model_options, peft.method, json.dumps(peft.options), peft.base_bits)
     rollout, held = config.rollout, method.anchor != "old"
     if getattr(model.model.config.get_text_config(), "num_attention_heads", None) is None:
         raise ValueError(f"{config.model} has no attention heads: neither a plan nor the engine knows such a model")
@@ -204,6 +206,7 @@ def plan(
         warnings=tuple(warnings),
         parameters=model.parameters,
         trained=model.trained,
+        packed=operations.packed,
         known_from=model.known_from,
         device=chosen,
         dtype=str(dtype).removeprefix("torch."),

@@ -24,11 +24,12 @@ ANCHORS = {
 }
 REPLACED = {"correct": "groups all solved or none solved", "reward": "groups of equal rewards"}
 PARTS = {
-    "weights": "{dtype}",
+    "weights": "{dtype}{base}",
     "masters": "float32 copies of trained weights",
     "moments": "of the optimiser, float32",
     "gradients": "summed in float32",
     "reference": "a second set of weights",
+    "dense": "the largest matrix in 4 bits, while it is multiplied",
     "cache": "keys and values{bits}: {slots} rows, {held:,} tokens",
     "reading": "of prompts, {read:,} tokens at a time",
     "activations": "{tokens:,} tokens at a time{recompute}",
@@ -143,6 +144,7 @@ def _memory_table(plan: Plan) -> Table:
     phases = [plan.memory.during(phase) for phase in PHASES]
     facts = {
         "dtype": plan.dtype,
+        "base": f", {amount(plan.packed)} of them frozen in 4 bits" if plan.packed else "",
         "bits": "" if plan.config.rollout.cache_dtype == "auto" else " in 8 bits",
         "slots": plan.layout.slots,
         "held": plan.layout.held(longest_row(plan.config)),
@@ -151,6 +153,8 @@ def _memory_table(plan: Plan) -> Table:
         "recompute": ", recomputed in the backward pass" if plan.recompute else "",
     }
     for name, text in PARTS.items():
+        if name == "dense" and not plan.packed:
+            continue
         away = "host" if plan.memory.offload and name in ("masters", "moments") else ""
         values = [gb(phase[name]) if name in phase else away for phase in phases]
         table.add_row(name, *values, text.format(**facts) if getattr(plan.memory, name) else "none")
@@ -262,4 +266,6 @@ def way_out(plan: Plan) -> str:
         return f"--peft.method lora trains an adapter; or {several}"
     if lowest <= plan.available:
         return f"lower rollout.max_new_tokens, rollout.slots or optim.micro_tokens; or {several}"
+    if not plan.packed and plan.memory.weights < 3 * plan.available and plan.config.peft.method in (None, "lora"):
+        return f"--peft.method lora --peft.base_bits 4 holds the frozen weights in 4 bits; or {several}"
     return several

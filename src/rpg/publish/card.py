@@ -39,6 +39,10 @@ PATH = re.compile(r"(?<![^\s=+*,@'\"(])(?:~|\.{0,2})/(?:[^\s/,+*'\"]+/)*(?=[^\s/
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 FETCHED = "It is an adapter: `pip install peft`, and transformers fetches the model it is for."
 NOT_FETCHED = "It is an adapter for a model that is not on the hub: `rpg` finds it where it was trained."
+ROUNDED = (
+    "It was trained beside weights held in 4 bits (NF4), and `rpg` loads it so. transformers puts it on the weights as "
+    "they are, which differ from those by their rounding. `rpg merge` writes the whole model as it was trained."
+)
 WARP = "arXiv 2406.16768"
 
 
@@ -123,10 +127,13 @@ def run_card(
     tokens: int,
     evals: Sequence[Mapping[str, Any]],
     adapter: str | None = None,
+    four_bits: bool = False,
 ) -> str:
     """Of a run's checkpoint. ``chosen``: the preset with the run's options; ``data``: [problems, hash] by set;
-    ``evals``: those of Progress; ``adapter``: its method, where only that is trained."""
-    what = f"{base.name} with a {adapter} adapter" if adapter else base.name
+    ``evals``: those of Progress; ``adapter``: its method, where only that is trained; ``four_bits``: beside weights
+    that were held so."""
+    held = " in 4 bits (NF4)" * four_bits
+    what = f"{base.name}{held} with a {adapter} adapter" if adapter else base.name
     title = f"{base.name.rpartition('/')[2]}, {chosen.name}"
     metadata = {
         **base.license,
@@ -141,7 +148,7 @@ def run_card(
     parts = [
         f"# {title}\n\n{_sentence(what, chosen, step, tokens, config)}",
         _results(config, data, evals),
-        _use(base, adapter is not None),
+        _use(base, adapter is not None, four_bits),
         _training(config, chosen, data),
         _versions([*(["peft"] if adapter else [])]),
         _about_license(base),
@@ -286,13 +293,13 @@ def merged_card(record: Mapping[str, Any], base: Base) -> str:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _use(base: Base, adapter: bool) -> str:
+def _use(base: Base, adapter: bool, four_bits: bool = False) -> str:
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         f'model = AutoModelForCausalLM.from_pretrained("{HERE}", dtype="auto")',
         f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
     ]
-    needs = f"{FETCHED if base.id else NOT_FETCHED}\n\n" * adapter
+    needs = f"{FETCHED if base.id else NOT_FETCHED}\n\n" * adapter + f"{ROUNDED}\n\n" * four_bits
     return f"## Use\n\n{needs}```python\n" + "\n".join(lines) + f"\n```\n\n`rpg sample {HERE}` asks it something."
 
 

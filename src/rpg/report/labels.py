@@ -82,7 +82,10 @@ class Style(NamedTuple):
 def styles(experiments: Sequence[Experiment]) -> list[Style]:
     """A colour for each method, whatever else is on the page, and a dash for each of its variants. Where all are of one
     method, the colours are the variants'."""
-    methods = [experiment.runs[0].algorithm for experiment in experiments]
+    return styles_of([experiment.runs[0].algorithm for experiment in experiments])
+
+
+def styles_of(methods: Sequence[str]) -> list[Style]:
     places = list(range(len(methods))) if len(set(methods)) == 1 else list(map(_place, methods))
     chosen: list[Style] = []
     for place in places:

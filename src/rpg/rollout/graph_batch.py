@@ -212,10 +212,11 @@ class GraphBatch:
             if b.pages.needed(ages[i]) <= room:
                 room -= b.pages.needed(ages[i])
                 kept.add(i)
+        held = [b.pages.slots.pages[slot][: b.pages.needed(age)] for age, slot in zip(ages, slots, strict=True)]
+        copies = iter(to_host(b.layers, [held[i] for i in sorted(kept)]))
         for i, (r, age, slot) in enumerate(zip(requests, ages, slots, strict=True)):
             if i in kept:
-                held = b.pages.slots.pages[slot][: b.pages.needed(age)]
-                self.waiting.append(SetBack(r, age, columns[:, i], to_host(b.layers, held)))
+                self.waiting.append(SetBack(r, age, columns[:, i], next(copies)))
             else:
                 self._begin_again(r, age, first[i], columns[:, i])
             b.pages.drop(b.pages.slots, slot)
@@ -242,7 +243,7 @@ class GraphBatch:
                 break
             slot = self.slot[back.request]
             pages.extend(pages.slots, [slot], [back.age])
-            from_host(b.layers, pages.slots.pages[slot], back.copies)
+            from_host(b.layers, [pages.slots.pages[slot]], [back.copies])
             b.state_5S[:, live] = back.state_5.to(b.state_5S.device)
             self.live.append(back.request)
             self.age.append(back.age)

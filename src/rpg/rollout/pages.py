@@ -7,6 +7,7 @@ room either, it will begin again after its first token, and draw the same tokens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..kernels.decode import LayerCache
 from ..kernels.step import LENGTH, TOKEN
 
-AT_ONCE = 16  # pages of a copy: torch takes pinned memory in powers of two
+AT_ONCE = 64  # pages of a copy: torch takes pinned memory in powers of two
 
 
 class Table:
@@ -96,26 +97,31 @@ def page_bytes(layers: Sequence[LayerCache]) -> int:
     return sum(part[0].nbytes for layer in layers for part in layer.parts)
 
 
-def to_host(layers: Sequence[LayerCache], held: Sequence[int]) -> list[Tensor]:
-    """Copies of these pages: of every part of every layer, a few pages at a time."""
-    parts, copies = [part for layer in layers for part in layer.parts], []
-    for some in _a_few(held, parts[0].device):
+def to_host(layers: Sequence[LayerCache], rows: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """For each row copies of its pages: of every part of every layer, some pages at a time, whosever they are."""
+    parts, copies = [part for layer in layers for part in layer.parts], list[list[Tensor]]([] for _ in rows)
+    owned = [(row, page) for row, held in enumerate(rows) for page in held]
+    for i in range(0, len(owned), AT_ONCE):
+        owners = Counter(row for row, _ in owned[i : i + AT_ONCE])  # in their order
+        pages = torch.tensor([page for _, page in owned[i : i + AT_ONCE]], device=parts[0].device)
         for part in parts:
-            found = part[some]
-            copies.append(torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda))
-            copies[-1].copy_(found, non_blocking=True)
+            found = part[pages]
+            copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+            copy.copy_(found, non_blocking=True)
+            for row, piece in zip(owners, torch.split(copy, list(owners.values())), strict=True):
+                copies[row].append(piece)
     if parts[0].is_cuda:
         torch.cuda.synchronize()
     return copies
 
 
-def from_host(layers: Sequence[LayerCache], held: Sequence[int], copies: Sequence[Tensor]) -> None:
-    """What was copied, into these pages."""
-    parts, left = [part for layer in layers for part in layer.parts], iter(copies)
-    for some in _a_few(held, parts[0].device):
-        for part in parts:
-            part[some] = next(left).to(part.device, non_blocking=True)
-
-
-def _a_few(held: Sequence[int], device: torch.device) -> list[Tensor]:
-    return [torch.tensor(held[i : i + AT_ONCE], device=device) for i in range(0, len(held), AT_ONCE)]
+def from_host(layers: Sequence[LayerCache], rows: Sequence[Sequence[int]], copies: Sequence[Sequence[Tensor]]) -> None:
+    """What was copied of each row, into these pages."""
+    parts, pages = [part for layer in layers for part in layer.parts], [page for held in rows for page in held]
+    if not pages:
+        return
+    index = torch.tensor(pages, device=parts[0].device)
+    for k, part in enumerate(parts):
+        pieces = [piece for copy in copies for piece in copy[k :: len(parts)]]
+        whole = torch.empty(len(pages), *part.shape[1:], dtype=part.dtype, pin_memory=part.is_cuda)
+        part[index] = torch.cat(pieces, out=whole).to(part.device, non_blocking=True)

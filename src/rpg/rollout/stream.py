@@ -316,12 +316,11 @@ class GraphStream(Stream, GraphBatch):
         kept = [r for r in requests if self._part(r).cache or (self._age(r) == 0 and self.groups[r // self.n].cache)]
         if kept and not b.layers:  # they are made when a first prompt is read
             self.decoder.read([self.prompts[kept[0] // self.n]], [self.prompt_row[kept[0] // self.n]])
-        for i in dict.fromkeys(r // self.n for r in kept):
-            if self.groups[i].cache:
-                from_host(b.layers, pages.prompts.pages[self.prompt_row[i]], self.groups[i].cache)
-        for r in kept:
-            if pages.slots.pages[self.slot[r]]:
-                from_host(b.layers, pages.slots.pages[self.slot[r]], self._part(r).cache)
+        came = [i for i in dict.fromkeys(r // self.n for r in kept) if self.groups[i].cache]
+        begun = [r for r in kept if pages.slots.pages[self.slot[r]]]
+        held = [pages.prompts.pages[self.prompt_row[i]] for i in came]
+        held += [pages.slots.pages[self.slot[r]] for r in begun]
+        from_host(b.layers, held, [self.groups[i].cache for i in came] + [self._part(r).cache for r in begun])
         again = [r for r in requests if r not in kept]
         if again:
             sequences = [(self.prompts[r // self.n], self._part(r).tokens) for r in again]
@@ -381,9 +380,15 @@ class GraphStream(Stream, GraphBatch):
 
     def copy_cache(self) -> None:
         b, pages = self.buffers, self.buffers.pages
-        for i, row in self.prompt_row.items():
-            self.groups[i].cache = to_host(b.layers, pages.prompts.pages[row])
-        for r, age in zip(self.live, self.age, strict=True):
-            self._part(r).cache = to_host(b.layers, pages.slots.pages[self.slot[r]][: pages.needed(age)])
+        if not b.layers:
+            return
+        held = [pages.prompts.pages[row] for row in self.prompt_row.values()]
+        held += [
+            pages.slots.pages[self.slot[r]][: pages.needed(age)] for r, age in zip(self.live, self.age, strict=True)
+        ]
+        owners: list[Underway | Partial] = [self.groups[i] for i in self.prompt_row]
+        owners += [self._part(r) for r in self.live]
+        for owner, copies in zip(owners, to_host(b.layers, held), strict=True):
+            owner.cache = copies
         for back in self.waiting:
             self._part(back.request).cache = back.copies

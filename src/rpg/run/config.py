@@ -149,6 +149,9 @@ class PeftConfig:
     where the KL's anchor is the initial model, that is the model with the adapter off"""
     options: dict[str, Any] = field(default_factory=dict)
     """of that method's config in PEFT: --peft.options.r 16 --peft.options.target_modules all-linear"""
+    base_bits: Literal[4] | None = None
+    """4: the frozen weights of the layers are held in 4 bits (NF4), a quarter of their memory, beside a LoRA of dtype;
+    None: in dtype"""
 
 
 @dataclass(frozen=True)
@@ -308,6 +311,7 @@ OTHER_NAMES = {
     "reference.every": "ref_model_sync_steps",
     "reference.decay": "ref_model_mixup_alpha ema_decay",
     "peft.method": "lora use_lora use_peft peft_config",
+    "peft.base_bits": "load_in_4bit qlora use_qlora quantization quantize",
     "peft.options.r": "rank lora_r lora_rank",
     "peft.options.lora_alpha": "lora_alpha",
     "peft.options.target_modules": "lora_target_modules target_modules",
@@ -403,6 +407,8 @@ def check(config: Config) -> None:
             raise ValueError("rollout.ahead needs rollout.top_p 1, top_k 0 and min_p 0: kept sets are of one policy")
     if rollout.choose == "signal" and rollout.samples < 2:
         raise ValueError("rollout.choose=signal needs rollout.samples of at least 2: one alone differs from none")
+    if rollout.engine == "vllm" and config.peft.base_bits is not None:
+        raise ValueError("peft.base_bits goes with rollout.engine native: vLLM would hold the model whole, in 16 bits")
     if rollout.engine == "vllm" and optim.offload:
         raise ValueError("optim.offload goes with rollout.engine native: vLLM keeps its own weights and cache")
     if rollout.cache_dtype != "auto" and rollout.old_logp == "engine":

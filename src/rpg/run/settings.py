@@ -211,7 +211,7 @@ def _add_flag(group: Any, leaf: Leaf, listed: bool) -> None:
 def _metavar(hint: Any, optional: bool = False) -> str:
     none = ["none"] if optional else []
     if get_origin(hint) is Literal:
-        return "{" + ",".join([*get_args(hint), *none]) + "}"
+        return "{" + ",".join([*map(str, get_args(hint)), *none]) + "}"
     if get_origin(hint) is tuple:
         return ",".join(map(_metavar, get_args(hint)))
     return "|".join(["true", "false", *none]) if hint is bool else {float: "X", int: "N"}.get(hint, "TEXT")
@@ -303,11 +303,12 @@ def _leaf_of(path: str, by_path: Mapping[str, Leaf]) -> Leaf | None:
 def _convert(hint: Any, value: Any, text: bool, more: str = "") -> Any:
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
-        if isinstance(value, str) and value in kinds:
-            return value
-        near = nearest(str(value), kinds, cutoff=0.5)  # fp32 -> float32
+        by_text = {str(kind): kind for kind in kinds}
+        if isinstance(value, (str, int)) and str(value) in by_text:
+            return by_text[str(value)]
+        near = nearest(str(value), list(by_text), cutoff=0.5)  # fp32 -> float32
         hint = f"; did you mean {near!r}?" if near else ""
-        raise WrongValue(f"must be one of {', '.join(kinds)}; got {_shown(value)}{hint}")
+        raise WrongValue(f"must be one of {', '.join(by_text)}; got {_shown(value)}{hint}")
     if get_origin(hint) is tuple:
         items = value.split(",") if isinstance(value, str) and text else value
         if not isinstance(items, (list, tuple)) or len(items) != len(kinds):

@@ -17,7 +17,7 @@ def choice(study: Study, arm: Arm, rows: dict[str, Row]) -> dict[str, Any] | Non
     values: list[dict[str, Any]] = []
     for place, candidate in enumerate(study.candidates):
         values.append(study.tried(arm, candidate))
-        runs = [run for run in study.tuning(arm) if run.tried == values[-1]]
+        runs = [run for run in study.tuning if run.arm is arm and run.tried == values[-1]]
         made = [rows[run.id] for run in runs if run.id in rows]
         if len(made) < len(runs):
             return None

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -17,8 +18,9 @@ from ..loss.methods import algorithms
 from ..run.auto import refuse_ruin, settled
 from ..run.config import Config, Count, Natural, Positive, Share
 from ..run.folder import RUNS
-from ..run.settings import Bound, build, change, check_bounds, flat
-from ..training.setup import method_of
+from ..run.settings import Bound, build, change, check_bounds, flat, options_of
+from ..secrets import instead, secrets_in
+from ..training.setup import method_of, task_of
 from ..yaml_text import read_yaml
 
 ENOUGH = 10**6  # steps of a run that minutes or tokens end
@@ -74,7 +76,7 @@ class StudyConfig:
     """runs at a time, on one machine and one GPU"""
     target: Share | None = None
     """an accuracy: time and tokens until a run's evaluation first reaches it"""
-    on: str | None = None
+    test_set: str | None = None
     """the test set that decides, where there are several; None: the mean over all"""
     keep_checkpoints: bool = False
     """of finished runs; they take the most room"""
@@ -87,6 +89,7 @@ class StudyConfig:
         "seeds": "num_seeds repeats",
         "tune": "sweep search",
         "jobs": "parallel workers",
+        "test_set": "on test benchmark",
         "budget.steps": "steps",
         "budget.tokens": "tokens",
         "budget.minutes": "minutes",
@@ -152,10 +155,13 @@ class Study:
         own = flat(settled(arm.config))
         return {path: _value(x, own[path]) for path, x in candidate.items()}
 
-    def tuning(self, arm: Arm | None = None) -> Iterator[PlannedRun]:
+    @cached_property
+    def tuning(self) -> tuple[PlannedRun, ...]:
         """In the order of what they decide: all values of all arms at the first seed."""
-        arms = self.arms if arm is None else (arm,)
-        order = itertools.product(range(self.config.tune_seeds), enumerate(self.candidates), arms)
+        return tuple(self._tuning())
+
+    def _tuning(self) -> Iterator[PlannedRun]:
+        order = itertools.product(range(self.config.tune_seeds), enumerate(self.candidates), self.arms)
         for i, (place, candidate), each in order:
             tried, seed = self.tried(each, candidate), TUNING_SEED + i
             where = {"output": f"tune/{each.slug}/{place}-seed-{seed}", "seed": seed}
@@ -224,12 +230,26 @@ def _study(config: StudyConfig, file: Path) -> Study:
             arms.append(Arm(str(name), condition, made, differ))
     _check_arms(arms)
     study = Study(file.stem, file, config, tuple(arms), tuple(_candidates(config.tune)))
-    for run in (*study.tuning(), *study.compared()):
+    for run in (*study.tuning, *study.compared()):
         if run.seed in (0, TUNING_SEED):
             with _naming(run.arm.name):
                 refuse_ruin(settled(run.config))
                 method_of(settled(run.config))
     return study
+
+
+def check_runs(study: Study) -> None:
+    """What a run would refuse, as far as that is known before one is begun: its model, rewards and problems are looked
+    for. A mistake is a ValueError of one line."""
+    from ..plan.plan import plan
+
+    first = {run.arm.name: run for run in study.compared() if run.seed == 0}
+    for run in (*study.tuning[:1], *first.values()):
+        with _naming(f"{study.file}: {run.arm.name}"):
+            plan(run.config)
+    chosen = study.config.test_set
+    if chosen is not None and chosen not in (sets := task_of(settled(study.arms[0].config)).tests):
+        raise ValueError(f"{study.file}: test_set must be one of {', '.join(sets)}; got {chosen!r}")
 
 
 def _base(config: StudyConfig, file: Path) -> Config:
@@ -246,6 +266,8 @@ def _settings(where: str, given: Any) -> dict[str, Any]:
     nested = {str(key): value for key, value in given.items()}
     with _naming(where):
         changed = change(Config(), nested)
+    for path, _ in secrets_in(options_of(changed)):
+        raise ValueError(f"{where}: {path} is a secret, and no place for one: take it out, and {instead(path)}")
     paths = [path for path in flat(changed) if _given(path, nested)]
     for path in (*paths, *nested):
         if path in OURS:

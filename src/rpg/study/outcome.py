@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .results import Row
-from .scores import best_mean, final_mean, first_mean, reached, shares
+from .scores import best_mean, final_mean, first_mean, mean_of, reached, shares
 from .statistics import Estimated, estimated, holm
 
-ALPHA = 0.05
+ALPHA = 0.03  # of any false difference in a study: so that of 100 studies of equals 95 say so, with their own luck
 ONE_SEED = "one seed: no answer"
 NOTHING_SEEN = "no difference seen"
 
@@ -23,7 +23,7 @@ NOTHING_SEEN = "no difference seen"
 def outcome(study: Row, rows: Sequence[Row]) -> Row:
     """Of what has ended so far."""
     compared = {(row["arm"], row["seed"]): row for row in rows if row["part"] == "compare"}
-    start: Mapping[str, list[int]] = next((row["first"] for row in compared.values() if row["first"]), {})
+    start = {row["seed"]: row["first"] for row in compared.values() if row["first"]}
     results = {arm["name"]: _of_arm(study, arm, compared, start) for arm in study["arms"]}
     differences = list(_differences(study, results, _finest(list(compared.values()))))
     arms = [_told(study, arm, compared, results[arm["name"]], rows) for arm in study["arms"]]
@@ -33,9 +33,11 @@ def outcome(study: Row, rows: Sequence[Row]) -> Row:
         "planned": study["planned"],
         "metric": _metric(study, compared),
         "budget": study["budget"],
+        **{name: study[name] for name in ("version", "model", "task", "seeds")},
         "target": study["target"],
         "arms": arms,
         "differences": differences,
+        "tuning": list(_tuning(study, arms, rows)),
         "failed": [_failure(row) for row in rows if row["status"] != "finished"],
         "verdict": list(_verdict(study, arms, differences)),
     }
@@ -51,14 +53,14 @@ def _metric(study: Row, compared: Mapping[Any, Row]) -> str:
 
 
 def _of_arm(
-    study: Row, arm: Row, compared: Mapping[Any, Row], start: Mapping[str, list[int]]
+    study: Row, arm: Row, compared: Mapping[Any, Row], start: Mapping[int, Mapping[str, list[int]]]
 ) -> dict[int, NDArray[np.float64]]:
     """By seed, the share of right responses to each problem at the run's last evaluation. A run that failed before it
-    had one counts as the start model, which all share."""
-    by_seed = {}
+    had one counts as the start model, as other runs with its seed have seen it."""
+    by_seed, any_start = {}, next(iter(start.values()), {})
     for seed in range(study["seeds"]):
         row = compared.get((arm["name"], seed))
-        if row is not None and len(x := shares(row["last"] or start, row["k"], study["on"])):
+        if row is not None and len(x := shares(row["last"] or start.get(seed, any_start), row["k"], study["on"])):
             by_seed[seed] = x
     return by_seed
 
@@ -95,6 +97,7 @@ def _told(
         "steps": median(row["step"] for row in runs) if runs else None,
         "target": _target(runs, study["target"], on),
         "failed": sum(row["status"] != "finished" for row in runs),
+        "curve": _curve(runs, on),
         "runs": [
             {
                 "seed": row["seed"],
@@ -141,6 +144,49 @@ def _target(runs: Sequence[Row], target: float | None, on: str | None) -> Row | 
         middle = median(math.inf if time is None else time[i] for time in times) if times else math.inf
         told[name] = middle if math.isfinite(middle) else None
     return told
+
+
+def _curve(runs: Sequence[Row], on: str | None) -> list[Row]:
+    """Mean, lowest and highest over the seeds at each evaluation. A run that has ended keeps its last value, so that
+    the mean does not rise when a bad one is gone."""
+    points: list[Row] = []
+    begun = [row["evals"] for row in runs if row["evals"]]
+    for step in sorted({e[0] for evals in begun for e in evals}):
+        here = [[e for e in evals if e[0] <= step] for evals in begun]
+        values = [x for evals in here if evals and (x := mean_of(evals[-1][3], on)) is not None]
+        at = [evals[-1] for evals in here if evals and evals[-1][0] == step]
+        if values:
+            points.append(
+                {
+                    "step": step,
+                    "tokens": fmean(e[1] for e in at),
+                    "seconds": fmean(e[2] or 0.0 for e in at),
+                    "mean": fmean(values),
+                    "low": min(values),
+                    "high": max(values),
+                }
+            )
+    return points
+
+
+def _tuning(study: Row, arms: Sequence[Row], rows: Sequence[Row]) -> Iterator[Row]:
+    """Of each arm the values that were tried, and how its runs ended on the problems set aside."""
+    for arm in arms:
+        mine = [row for row in rows if row["part"] == "tune" and row["arm"] == arm["name"]]
+        values: list[Row] = []
+        for row in mine:
+            if row["tried"] not in values:
+                values.append(row["tried"])
+        for tried in values:
+            runs = [row for row in mine if row["tried"] == tried]
+            yield {
+                "arm": arm["name"],
+                "tried": tried,
+                "mean": fmean(final_mean(row, None) or 0.0 for row in runs),
+                "runs": len(runs),
+                "failed": sum(row["status"] != "finished" for row in runs),
+                "chosen": bool(arm["runs"]) and tried == arm["tried"],
+            }
 
 
 def _at_edges(arm: str, tried: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:

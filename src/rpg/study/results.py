@@ -140,7 +140,7 @@ def header(study: Study) -> Row:
         "against": config.against,
         "seeds": config.seeds,
         "target": config.target,
-        "on": config.on,
+        "on": config.test_set,
         "budget": {name: x for name, x in vars(config.budget).items() if x is not None},
         "tune_problems": config.tune_problems,
         "tune_seeds": config.tune_seeds,
@@ -151,13 +151,13 @@ def header(study: Study) -> Row:
 
 
 def read_results(folder: Path) -> tuple[Row, list[Row]]:
-    """(the study, its runs); a folder that has none is a ValueError."""
+    """(the study, its runs), of a folder or of the file alone; where there is none, a ValueError."""
     problems: list[str] = []
-    rows = list(read_rows(folder / FILE, problems))
+    rows = list(read_rows(folder / FILE if folder.is_dir() else folder, problems))
     if problems:
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     if not rows or "study" not in rows[0]:
-        raise ValueError(f"{folder} is no study's folder: there is no {FILE} of one in it")
+        raise ValueError(f"{folder} has no results of a study: no {FILE} of one is there")
     return rows[0], rows[1:]
 
 

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..console import duration, percent
+from ..costs.memory import GPU_SHARE
 from ..run.auto import settled
 from ..run.config import Config
 from ..run.folder import SETTINGS, is_run, locked
@@ -31,6 +33,7 @@ LOOK = 0.1  # seconds between looks at the processes
 PATIENCE = 20.0  # seconds that a run has to end at once
 STOPPED = (129, 130, 143)  # exit codes of rpg train that a signal has stopped
 SETUP = 2  # exit code of rpg train: a mistake in the settings, of which nothing came
+OTHERS = "results-before.jsonl"
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -57,42 +60,38 @@ class Runner:
     rows: dict[str, Row] = field(default_factory=dict)
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by arm, what is tuned
     deaths: dict[str, int] = field(default_factory=dict)  # runs that the system killed
-    begun: float = field(default_factory=time.monotonic)
-    made: int = 0  # by this process
+    refused: dict[str, str] = field(default_factory=dict)  # runs that could not be set up, and why
+    planned: tuple[PlannedRun, ...] = ()  # in the order of what they decide; of arms not tuned yet no more than that
 
     def go(self, minutes: float | None) -> bool:
         """Until all is done, a signal comes or the minutes are over. Whether all is done."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        until = None if minutes is None else time.monotonic() + 60 * minutes
         with locked(self.folder):
             self.rows = self._known()
-            for _ in range(2):  # tuning runs may make compared ones known
-                self._adopt()
+            self._plan()
             self._write()
             stop, active = Stop(), dict[str, Process]()
             with stop.listening(lambda text: self.say(_of_study(text))):
                 try:
-                    self._loop(stop, active, None if minutes is None else self.begun + 60 * minutes)
+                    self._loop(stop, active, until)
                 finally:
                     self._end(active)
+        if self.refused:
+            first, *others = self.refused.values()
+            raise SetupFailed(first + (f" (and so could {len(others)} other runs not)" if others else ""))
         return len(self.rows) == self.study.planned
 
-    def _adopt(self) -> None:
-        """Runs that ended and have no line: the study was killed in between, or its file was lost."""
-        for run in [run for run in self._planned() if run.id not in self.rows]:
-            summary = read_summary(self.folder / run.id)
-            if summary.get("status") in ("finished", "failed"):
-                if differing := self._differing(run):
-                    raise self._outdated(run.id, differing)
-                row = row_of(run, self.folder / run.id, summary["status"], str(summary.get("message") or ""))
-                self.rows[run.id] = row
-
-    def _planned(self) -> list[PlannedRun]:
-        """In the order of what they decide; of arms that are not tuned yet no more than that."""
-        tuning = list(self.study.tuning())
-        self._choose()
-        known = self.study.compared(self.chosen)
-        ready = (run for run in known if not self.study.candidates or run.arm.name in self.chosen)
-        return [*tuning, *ready]
+    def _plan(self) -> None:
+        """After each run that ends: what tuning has found since."""
+        before = len(self.chosen)
+        for arm in self.study.arms if self.study.candidates else ():
+            if arm.name not in self.chosen and (found := choice(self.study, arm, self.rows)) is not None:
+                self.chosen[arm.name] = found
+        if not self.planned or len(self.chosen) > before:
+            known = self.study.compared(self.chosen)
+            ready = (run for run in known if not self.study.candidates or run.arm.name in self.chosen)
+            self.planned = (*self.study.tuning, *ready)
 
     def _loop(self, stop: Stop, active: dict[str, Process], until: float | None) -> None:
         while True:
@@ -100,30 +99,42 @@ class Runner:
                 del active[process.run.id]
                 self._ended(process)
             over = until is not None and time.monotonic() >= until
+            waiting = False
             if stop.by is not None or over:
                 for process in active.values():
                     self._tell(process)
             else:
-                for run in self._ready(active):
-                    if len(active) >= self.jobs:
-                        break
-                    active[run.id] = self._begin(run)
-            if not active:
+                waiting = self._fill(active)
+            if not active and not waiting:
                 if over and stop.by is None:
                     self.say("the study's minutes are over")
                 return
             time.sleep(LOOK)
 
-    def _ready(self, active: dict[str, Process]) -> Iterator[PlannedRun]:
-        """What can be begun now, in the order of what it decides."""
-        for run in self._planned():
-            if run.id not in self.rows and run.id not in active:
-                yield run
+    def _fill(self, active: dict[str, Process]) -> bool:
+        """Begins runs while there is room. Whether one has to wait: where a study was killed outright, its runs may be
+        about to save still, and no two processes train in one folder."""
+        leaving = 0
+        for run in self.planned:
+            if run.id in self.rows or run.id in active or run.id in self.refused:
+                continue
+            if len(active) + leaving >= self.jobs:
+                break
+            if _in_use(self.folder / run.id):
+                leaving += 1
+            elif not self._adopt(run):
+                active[run.id] = self._begin(run)
+        return leaving > 0
 
-    def _choose(self) -> None:
-        for arm in self.study.arms if self.study.candidates else ():
-            if arm.name not in self.chosen and (found := choice(self.study, arm, self.rows)) is not None:
-                self.chosen[arm.name] = found
+    def _adopt(self, run: PlannedRun) -> bool:
+        """Whether it has ended without a line: the study was killed in between, or its file was lost."""
+        summary = read_summary(self.folder / run.id)
+        if summary.get("status") not in ("finished", "failed"):
+            return False
+        if differing := self._differing(run):
+            raise self._outdated(run.id, differing)
+        self._keep(row_of(run, self.folder / run.id, summary["status"], str(summary.get("message") or "")))
+        return True
 
     # ---- a process ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +155,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                env=os.environ | {"OMP_NUM_THREADS": threads},
+                env=os.environ | {"OMP_NUM_THREADS": threads, GPU_SHARE: str(1 / self.jobs)},
                 start_new_session=True,  # Ctrl-C comes to us alone, and we tell the runs
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
@@ -173,8 +184,12 @@ class Runner:
         run, code, output = process.run, process.popen.returncode, self.folder / process.run.id
         summary = read_summary(output)
         status, message = str(summary.get("status")), str(summary.get("message") or "")
-        if code == SETUP:
-            raise SetupFailed(f"{run.title} could not be set up: {_last_line(process.log)}")
+        if code == SETUP and not process.told:
+            self.refused[run.id] = f"{run.title} could not be set up: {_last_line(process.log)}"
+            if not self.rows:  # nothing has worked yet: a mistake to mend before anything else is tried
+                raise SetupFailed(self.refused[run.id])
+            self.say(self.refused[run.id])
+            return
         if status not in ("finished", "failed"):
             if process.told or code in STOPPED:
                 return
@@ -187,15 +202,14 @@ class Runner:
 
     def _keep(self, row: Row) -> None:
         self.rows[row["run"]] = row
-        self.made += 1
         if not self.study.config.keep_checkpoints:
             shutil.rmtree(self.folder / row["run"] / "checkpoints", ignore_errors=True)
         self._write()
-        self._choose()
-        score = percent(final_mean(row, self.study.config.on if row["part"] == "compare" else None))
+        self._plan()
+        score = percent(final_mean(row, self.study.config.test_set if row["part"] == "compare" else None))
         how = "" if row["status"] == "finished" else f", {row['status']}: {row['message']}"
         left = self.study.planned - len(self.rows)
-        rest = (time.monotonic() - self.begun) / self.made * left
+        rest = fmean(row["wall"] or 0.0 for row in self.rows.values()) * left / self.jobs
         title = ("tuning " if row["part"] == "tune" else "") + f"{row['arm']}, seed {row['seed']}"
         title += "".join(
             f", {name} {x:g}" if isinstance(x, float) else f", {name} {x}" for name, x in row["tried"].items()
@@ -210,14 +224,18 @@ class Runner:
     def _known(self) -> dict[str, Row]:
         """Of runs that ended in an earlier call; one with other settings than the study has now is refused."""
         rows = {row["run"]: row for row in read_results(self.folder)[1]} if (self.folder / FILE).is_file() else {}
-        tuning = {run.id: run for run in self.study.tuning()}
+        tuning = {run.id: run for run in self.study.tuning}
         self.rows = {name: row for name, row in rows.items() if name in tuning}
-        self._choose()
+        self._plan()
         planned = tuning | {r.id: r for r in self.study.compared(self.chosen)}
-        for name, row in rows.items():
-            if name in planned and row["digest"] != planned[name].digest:
+        known = {name: row for name, row in rows.items() if name in planned}
+        for name, row in known.items():
+            if row["digest"] != planned[name].digest:
                 raise self._outdated(name, self._differing(planned[name]))
-        return {name: row for name, row in rows.items() if name in planned}
+        if away := len(rows) - len(known):
+            shutil.copy(self.folder / FILE, self.folder / OTHERS)
+            self.say(f"{away} runs are no part of the study any more; {self.folder / OTHERS} keeps their lines")
+        return known
 
     def _outdated(self, name: str, differing: str) -> ValueError:
         return ValueError(
@@ -236,11 +254,12 @@ class Runner:
         return ""
 
     def forget_failed(self) -> int:
-        """Failed runs are made again, from the beginning. How many."""
+        """Failed runs are made again from the beginning: how many. Tuning is over where compared runs finished."""
         if not (self.folder / FILE).is_file():
             return 0
         study, rows = read_results(self.folder)
-        failed = [row for row in rows if row["status"] != "finished"]
+        over = {row["arm"] for row in rows if row["part"] == "compare" and row["status"] == "finished"}
+        failed = [r for r in rows if r["status"] != "finished" and not (r["part"] == "tune" and r["arm"] in over)]
         for row in failed:
             shutil.rmtree(self.folder / row["run"], ignore_errors=True)
         write_results(self.folder, study, [row for row in rows if row not in failed])
@@ -255,6 +274,16 @@ def _as_run(config: Config, output: Path) -> Config:
     keep: Any = replace(config.checkpoint, keep=1, best=False)
     log = replace(config.log, tensorboard=False, report=False, view="plain")
     return replace(config, output=str(output), checkpoint=keep, log=log)
+
+
+def _in_use(folder: Path) -> bool:
+    try:
+        with locked(folder):
+            return False
+    except ValueError:
+        return True
+    except FileNotFoundError:
+        return False
 
 
 def _die_with_parent() -> None:

@@ -13,6 +13,7 @@ S − 1 degrees of freedom, as if all of V were as badly known as V_S: a little 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def t_tails(t: float, freedom: float) -> float:
     return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 
+@functools.cache
 def t_quantile(level: float, freedom: float) -> float:
     """Between −t and t lies ``level``."""
     low, high = 0.0, 1.0

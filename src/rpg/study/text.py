@@ -8,6 +8,13 @@ from typing import Any
 from ..console import amount, duration, number, percent
 from .results import Row
 
+LAST = "Last: at the end, which counts. Best: the highest of a run's evaluations, so too high. ± is between seeds."
+DIFFERENCES = (
+    "Differences are paired by seed and problem. 95 %: of each by itself, Student's t over the seeds. The verdict goes "
+    "by p (Holm), which counts that there are several comparisons: below 0.03 a difference is seen."
+)
+FAILED = "Failed runs, which count with their last evaluation, or as the start model if they have none:"
+
 
 def markdown(result: Row) -> str:
     return "\n".join(_lines(result)) + "\n"
@@ -22,13 +29,15 @@ def _lines(result: Row) -> Iterator[str]:
     yield ""
     yield from table(*arms_table(result))
     yield ""
-    yield "Last: at the end, which counts. Best: the highest of a run's evaluations, so too high. ± is between seeds."
+    yield LAST
     if result["differences"]:
         yield ""
         yield from table(*differences_table(result))
+        yield ""
+        yield DIFFERENCES
     if result["failed"]:
         yield ""
-        yield "Failed runs, which count with their last evaluation, or as the start model if they have none:"
+        yield FAILED
         yield ""
         yield from (f"- {failure_text(row)}" for row in result["failed"])
 

@@ -18,6 +18,7 @@ from ..distributed.ranks import ALONE, World
 from ..distributed.shards import ShardedPolicy, cut, local, swapped_in
 from ..loss.anchor import Renewal
 from ..models import adapters
+from ..models.four_bits import make_dense
 from ..models.loading import load
 from ..models.policy import Policy
 from ..run.config import Config, ReferenceConfig
@@ -151,6 +152,7 @@ def load_teacher(config: Config, policy: Policy) -> Policy:
     with naming(path):
         model, tokenizer = load(path, dtype=policy.model.dtype, device=policy.device, options=options)
     if adapters.adapted(model):
+        make_dense(model)
         model = vars(model)[adapters.WRAPPER].merge_and_unload()
     check_tokens(config, policy.tokenizer.get_vocab(), tokenizer.get_vocab())
     check_rows(config, policy.model, model)

@@ -22,6 +22,7 @@ from ..loss.mismatch import BY_NAME as MISMATCH
 from ..loss.mismatch import Mismatch
 from ..loss.policy_loss import PolicyLoss
 from ..loss.registry import ANCHORS, LONGEST, with_advantage
+from ..models import four_bits
 from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..rollout import Engine, NativeEngine, Sampling
@@ -309,6 +310,12 @@ def check_ahead(config: Config, method: Method, ranks: int) -> None:
     ):
         if cannot:
             raise ValueError(why)
+
+
+def check_ranks(policy: Policy, ranks: int) -> None:
+    """What several processes cannot do yet."""
+    if ranks > 1 and four_bits.layers(policy.model):
+        raise ValueError("weights in 4 bits (peft.base_bits) do not run under torchrun yet: take one process")
 
 
 def warnings_about(method: Method, config: Config) -> Iterator[str]:

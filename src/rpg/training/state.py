@@ -19,7 +19,7 @@ from .. import secrets, trust
 from ..distributed.context import RunContext
 from ..distributed.ranks import World
 from ..distributed.shards import cut, gathered, local
-from ..models import adapters
+from ..models import adapters, four_bits
 from ..models.policy import Policy
 from ..publish.card import CARD, Base, run_card
 from ..run.checkpoint import Checkpoint, folders, load
@@ -95,7 +95,8 @@ class RunState:
         adapter = adapters.method_of(policy.model) if policy.adapted else None
         done, chosen = self.progress, algorithm_of(self.config)
         about = self.config, chosen, self.base, self.data, done.step, done.tokens_total, done.evals, adapter
-        (folder / CARD).write_text(run_card(*about), encoding="utf-8")
+        card = run_card(*about, four_bits=bool(four_bits.layers(policy.model)))
+        (folder / CARD).write_text(card, encoding="utf-8")
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Of sharded ones whole copies, on the first rank. All ranks have to call it."""

@@ -35,21 +35,21 @@ class Light:
 
 def backwards(shifts: Series) -> str | None:
     shift = min(shifts[-1], _mean(shifts))
-    if shifts[-1] < -0.02 or _mean(shifts) < -0.005:
+    if shifts[-1] < -0.04 or _mean(shifts) < -0.015:
         return f"training on a batch made its better responses less likely, by {-shift:.2g} nats a token"
     return None
 
 
 def drift(kls: Series) -> str | None:
     kl = max(kls[-1], _mean(kls))
-    if kls[-1] > 0.05 or _mean(kls) > 0.02:
+    if kls[-1] > 0.06 or _mean(kls) > 0.04:
         return f"training on a batch moved the policy {kl:.2g} nats a token away from what it was sampled with"
     return None
 
 
 def leaving(kls: Series) -> str | None:
     rise = (kls[-1] - kls[0]) / (len(kls) - 1) if len(kls) > 1 else kls[-1]
-    if rise > 0.12:
+    if rise > 0.2:
         return f"the policy is {kls[-1]:.2g} nats a token away from its start, and goes {rise:.2g} a step"
     return None
 

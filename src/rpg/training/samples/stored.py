@@ -130,7 +130,8 @@ def write_underway(prefix: str, groups: Iterable[Underway]) -> tuple[list[Values
     for group in groups:
         caches = [group.cache, *(part.cache for part in group.parts)]
         for i, cache in enumerate(caches):
-            writer.whole |= {f"cache.{group.number}.{i}.{k}": x.contiguous() for k, x in enumerate(cache)}
+            # some are pieces of one copy, which the file has to have apart
+            writer.whole |= {f"cache.{group.number}.{i}.{k}": x.clone() for k, x in enumerate(cache)}
         parts = []
         for part in group.parts:
             writer.put("logp", part.logp)
