@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .triton import early, early_launch, has_triton, next_power_of_2, nvidia
+from .triton import has_triton, next_power_of_2, nvidia
 
 PROGRAMS = 264  # fewer than two for each processor of a large chip: split the rows
 HEADS = 16  # query heads of a key head, filled up to what the matrix units take
@@ -24,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MOST = 448.0  # the largest number that it has
 LEAST_SCALE = 1e-12
 # tokens of a block, warps, stages: by the width of a head and the bits of a key, from a sweep on an H200
-TUNED = {(64, 16): (64, 2, 3), (128, 16): (64, 4, 3), (64, 8): (64, 2, 3), (128, 8): (64, 2, 3)}
+TUNED = {(64, 16): (32, 1, 4), (128, 16): (64, 4, 3), (64, 8): (64, 2, 3), (128, 8): (64, 2, 3)}
 WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
 
 
@@ -238,7 +238,7 @@ def launch(
         G, H // G, HEADS, D, width, cache.page, block, splits > 1, window is not None,
         "ieee" if keys.dtype == torch.float32 else "tf32", scaled, scaled and nvidia(query_AHD), FP8_MOST, LEAST_SCALE,
         unfinished.weights is not None, int(unfinished.offset), unfinished.rounds, unfinished.angles is not None,
-        early(query_AHD), num_warps=warps, num_stages=stages, **early_launch(query_AHD),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         merge[(A, H)](

@@ -9,7 +9,9 @@ its own code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -20,10 +22,12 @@ from torch import Tensor, nn
 from . import fused
 from .custom_attention import configs_of, custom_attention
 from .decode import Unfinished, norm_in_torch
-from .linear import ACTIVATIONS, NormForm, norm_linear
 from .merged import MergedProjections, forward_of_layer, is_merging
 
 WRITTEN_OUT = True  # False: layers keep to their own code
+NormForm = tuple[float, bool, bool]  # eps, offset, rounds: of norm_in_torch
+SILU, GELU_TANH = 0, 1
+ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -119,7 +123,7 @@ def decode_layer(form: LayerForm, layer: Any, x_AH: Tensor, angles: tuple[Tensor
     qkv, gate_up = (first._merged[0].whole() for first in (attention.q_proj, mlp.gate_proj))
     if qkv is None or gate_up is None:
         return False
-    joint_AN = norm_linear(x_AH, layer.input_layernorm.weight, form.before, *qkv)
+    joint_AN = F.linear(_normed(x_AH, layer.input_layernorm.weight, form.before), *qkv)
     sizes = [len(getattr(attention, name).weight) for name in QKV]
     query, key, value = (x.view(len(x), -1, heads.width) for x in torch.split(joint_AN, sizes, 1))
     unfinished = Unfinished(angles)
@@ -127,11 +131,22 @@ def decode_layer(form: LayerForm, layer: Any, x_AH: Tensor, angles: tuple[Tensor
         unfinished = Unfinished(angles, (attention.q_norm.weight, attention.k_norm.weight), *heads.norms)
     seen_AHD = cache.decode(heads.index, query, key, value, heads.scaling, heads.window, unfinished)
     x_AH.addmm_(seen_AHD.flatten(1), attention.o_proj.weight.t())
-    product_AF = norm_linear(
-        x_AH, layer.post_attention_layernorm.weight, form.between, gate_up[0], gate_up[1], form.kind
-    )
-    x_AH.addmm_(product_AF, mlp.down_proj.weight.t())
+    both_AN = F.linear(_normed(x_AH, layer.post_attention_layernorm.weight, form.between), *gate_up)
+    gate_AF, up_AF = both_AN.chunk(2, -1)
+    x_AH.addmm_(_gated(gate_AF, up_AF, form.kind), mlp.down_proj.weight.t())
     return True
+
+
+def _normed(x_AH: Tensor, weight_H: Tensor, form: NormForm) -> Tensor:
+    if fused._runs(x_AH) and x_AH.dtype == weight_H.dtype:
+        return fused._kernels().norm(x_AH, weight_H, *form)  # type: ignore[no-any-return]
+    return norm_in_torch(x_AH, weight_H, *form)
+
+
+def _gated(gate_AF: Tensor, up_AF: Tensor, kind: int) -> Tensor:
+    if fused._runs(gate_AF):
+        return fused._kernels().act_mul(gate_AF, up_AF, kind)  # type: ignore[no-any-return]
+    return ACTIVATIONS[kind](gate_AF) * up_AF
 
 
 # ---- trying ----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ import os
 import torch
 from torch import Tensor
 
-EARLY = False  # kernels of a decoding step are launched while the one before them still ends (Hopper and later)
-
 
 def has_triton(x: Tensor) -> bool:
     """Kernels run on x: it is on a GPU and Triton is there, or Triton interprets (TRITON_INTERPRET=1)."""
@@ -21,15 +19,6 @@ def has_triton(x: Tensor) -> bool:
 def nvidia(x: Tensor) -> bool:
     """Instructions of NVIDIA's chips can be used: neither the interpreter's nor another maker's."""
     return x.is_cuda and torch.version.hip is None
-
-
-def early(x: Tensor) -> bool:
-    """Launch a kernel early, which then waits by itself (gdc_wait) before it reads or writes anything."""
-    return EARLY and nvidia(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def early_launch(x: Tensor) -> dict[str, bool]:
-    return {"launch_pdl": True} if early(x) else {}
 
 
 def next_power_of_2(n: int) -> int:

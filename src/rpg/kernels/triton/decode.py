@@ -82,12 +82,10 @@ def attend(
     G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
-    NORM: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """PAIRS: keys and values have 8 bits. They are read in pairs, 16 bits, which the matrix units' loads take; so what
     is summed over them is in two halves, of even and of odd numbers."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     a, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = tl.load(length_A + a)
     live = own >= 0

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import early, early_launch
-
 BLOCK = 2048  # elements of a program of the gated activation
 WAVES = 16  # programs a multiprocessor gets in the norm's backward, each with a row of partial sums
 
@@ -24,11 +22,8 @@ SILU, GELU_TANH = 0, 1
 
 @triton.jit
 def _norm_forward(
-    x_ptr, w_ptr, y_ptr, rows, H, eps,
-    OFFSET: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    x_ptr, w_ptr, y_ptr, rows, H, eps, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (col < H)[None, :]
@@ -95,11 +90,7 @@ def _activation(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def _act_mul_forward(
-    gate_ptr, up_ptr, out_ptr, cols, gate_row, up_row, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+def _act_mul_forward(gate_ptr, up_ptr, out_ptr, cols, gate_row, up_row, KIND: tl.constexpr, BLOCK: tl.constexpr):
     blocks = tl.cdiv(cols, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -247,7 +238,7 @@ def norm(
     ROWS, COLS, warps = tile or _tile(rows, H, 2048)
     with _on(x):
         _norm_forward[(triton.cdiv(rows, ROWS),)](
-            x, weight_H, y, rows, H, eps, int(offset), rounds, ROWS, COLS, early(x), num_warps=warps, **early_launch(x)
+            x, weight_H, y, rows, H, eps, int(offset), rounds, ROWS, COLS, num_warps=warps
         )
     return y
 
@@ -311,9 +302,8 @@ def act_mul(gate: Tensor, up: Tensor, kind: int, block: int = BLOCK, warps: int 
     gate, up, rows, cols, gate_row, up_row = _rows(gate, up)
     with _on(gate):
         _act_mul_forward[(rows * triton.cdiv(cols, block),)](
-            gate, up, out, cols, gate_row, up_row, kind, block, early(gate),
-            num_warps=warps or _warps(block), **early_launch(gate),
-        )  # fmt: skip
+            gate, up, out, cols, gate_row, up_row, kind, block, num_warps=warps or _warps(block)
+        )
     return out
 
 
