@@ -274,3 +274,62 @@ def check_generating_token_by_token_is_attention_over_the_whole() -> None:
         size = torch.full((2,), tokens, dtype=torch.int32)
         got = decode_attention(q, k, v, cache, prompt_page, page, which, size, slot, length, width**-0.5)
         torch.testing.assert_close(got[:, 0].double(), want[:, tokens + step], rtol=2e-5, atol=2e-6)
+
+
+def check_the_engines_check_of_8_bits() -> None:
+    """What is right passes by a wide margin, whatever the width and the dtype; every mistake is far beyond it."""
+    import pytest
+    import triton.language as tl
+
+    from rpg.kernels.triton import decode
+    from rpg.rollout.self_check import LARGEST_ERROR_IN_8_BITS, check_8_bits, error_in_8_bits
+
+    def error(width: int = 64, dtype: torch.dtype = torch.float32) -> float:
+        error_in_8_bits.cache_clear()
+        return error_in_8_bits(width, dtype, CPU)
+
+    for width, dtype in ((64, torch.float32), (128, torch.float16), (24, torch.float32)):
+        assert error(width, dtype) < LARGEST_ERROR_IN_8_BITS / 3
+
+    own, attend = decode.halves, decode.attend
+
+    def swapped(even: Any, odd: Any, pair: Any) -> Any:
+        return odd, even
+
+    def too_small(even: Any, odd: Any, pair: Any) -> Any:
+        return even, odd * 0.5
+
+    def positive(even: Any, odd: Any, pair: Any) -> Any:
+        return tl.abs(even), odd
+
+    def flushed(even: Any, odd: Any, pair: Any) -> Any:
+        return tl.where(tl.abs(even) < 2.0**-6, 0.0, even).to(tl.float16), odd
+
+    def one_number(even: Any, odd: Any, pair: Any) -> Any:
+        return even, tl.where((pair & 0x7F00) == 0x0100, 0.0, odd).to(tl.float16)
+
+    for broken in (swapped, too_small, positive, flushed, one_number):
+        decode.halves = lambda pair, asm, broken=broken: broken(*own(pair, asm), pair)
+        assert error() > 4 * LARGEST_ERROR_IN_8_BITS, broken
+    cache = LayerCache.empty(1, torch.empty(1, 1, 1, 64), torch.empty(1, 1, 1, 64), fp8=True)
+    with pytest.raises(ValueError, match=r"^attention over a cache in 8 bits is wrong by .*: leave rollout"):
+        check_8_bits([cache], torch.float32)
+    decode.halves = own
+
+    class Swapped:  # two of its arguments
+        def __init__(self, one: int, other: int):
+            self.pair = one, other
+
+        def __getitem__(self, grid: Any) -> Any:
+            def call(*given: Any, **named: Any) -> None:
+                order = list(range(len(given)))
+                order[self.pair[0]], order[self.pair[1]] = self.pair[::-1]
+                attend[grid](*(given[i] for i in order), **named)
+
+            return call
+
+    for one, other in ((7, 8), (5, 6)):  # scales, and what is read, of keys and of values
+        decode.attend = Swapped(one, other)
+        assert error() > 4 * LARGEST_ERROR_IN_8_BITS, (one, other)
+    decode.attend = attend
+    assert error() < LARGEST_ERROR_IN_8_BITS / 3

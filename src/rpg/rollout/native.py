@@ -24,7 +24,7 @@ from .engine import Rollout, Sampling, nothing_to_sample
 from .flight import Feed, Underway
 from .graph_batch import GraphBatch
 from .graphs import GraphDecoder, Timing
-from .self_check import check_engine
+from .self_check import check_8_bits, check_engine
 from .slots import END_ROOM
 from .stream import EagerStream, GraphStream, Outgrown, Stream
 
@@ -108,6 +108,9 @@ class NativeEngine:
                 raise NotImplementedError("attention in chunks")
             exact = self.decoder is None or not self.decoder.fp8
             check_engine(self.model, lambda prompts: self._generate(prompts, 2, Sampling(3), 0, 3, []), exact=exact)
+            if self.decoder is not None and self.decoder.buffers is not None and self.decoder.fp8:
+                with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
+                    check_8_bits(self.decoder.buffers.layers, self.model.dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
