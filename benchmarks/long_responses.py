@@ -1,9 +1,10 @@
 """Long responses on a GPU: is what the pages give right, how fast is a step, what does each phase take?
 
     python benchmarks/long_responses.py                          # about three minutes on an H200
+    python benchmarks/long_responses.py --parts e                # decoding steps alone
     python benchmarks/long_responses.py --device cpu             # tiny shapes, to see that it runs
 
-Random weights, nothing is downloaded. Four parts, each printed as soon as it is there: a part that fails is a line, and
+Random weights, nothing is downloaded. Five parts, each printed as soon as it is there: a part that fails is a line, and
 one that would begin after --seconds is left out. Floors are bytes and operations counted, over rates measured here.
 """
 
@@ -22,11 +23,13 @@ from typing import Any
 import torch
 
 from rpg.bench.synthetic import Sizes, make_model, make_tokenizer, random_prompts, sizes_for, vocabulary
-from rpg.bench.timing import fresh, measure_ceilings
+from rpg.bench.timing import finish, fresh, measure_ceilings, timed
 from rpg.costs.memory import Shape, estimate
 from rpg.costs.operations import Ceilings, Operations
-from rpg.kernels.decode import FP8
-from rpg.rollout import NativeEngine, Rollout
+from rpg.kernels.decode import FP8, LayerCache
+from rpg.kernels.merged import merging
+from rpg.rollout import NativeEngine, Rollout, Sampling
+from rpg.rollout.attention import attending
 from rpg.rollout.pages import page_bytes
 from rpg.run.config import CheckpointConfig, Config, EvalConfig, LogConfig, OptimConfig, RolloutConfig, TaskConfig
 from rpg.run.folder import RunFolder
@@ -36,6 +39,7 @@ from rpg.run.view import View
 from rpg.training.loop import Trainer
 from rpg.training.oom_retry import pick_layout
 
+STEPS = 24  # of part e
 CACHES: dict[str, torch.dtype | None] = {"16 bits": None, "8 bits": FP8}  # on a CPU the first has 32
 
 
@@ -69,11 +73,6 @@ TINY |= {"steps": 12, "prompt": 12, "new": 64, "groups": 3, "samples": 4, "train
 def engine_of(model: Any, slots: int, **options: Any) -> NativeEngine:
     """On a CPU the steps of a GPU, without graphs."""
     return NativeEngine(model, make_tokenizer(vocabulary(model)), slots, warn=print, graphs=True, **options)
-
-
-def finish(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 # ---- a: right ------------------------------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ def phases(work: Work) -> Iterator[str]:
                 prompts=work.groups,
                 samples=work.samples,
                 max_new_tokens=work.trained_tokens,
-                max_prompt_tokens=64,
+                max_prompt_tokens=256,  # some tokenizers split every digit
                 dynamic=False,
                 overlong=False,
             ),
@@ -275,13 +274,65 @@ def phases(work: Work) -> Iterator[str]:
             yield "  seconds: " + ", ".join(f"{name} {row[f'time/{name}']:.2f}" for name in names)
 
 
+# ---- e: steps alone --------------------------------------------------------------------------------------------------
+
+
+def alone(work: Work, ceilings: Ceilings) -> Iterator[str]:
+    """Rows that hold so many random keys and values at once: no prompt is read, the step is replayed."""
+    usual = (work.short, 256, (178, 338, 498)), (work.long, work.rows, work.lengths)
+    for name, rows, lengths in usual if work.device == "cuda" else usual[1:]:
+        model = make_model(name, work.sizes)
+        operations, shape = Operations.of(model, work.sizes.element), Shape.of(model.config.get_text_config())
+        yield f"{name}, {rows} rows that hold                   ms a step   floor   × floor"
+        for title, cache in CACHES.items():
+            step = step_of(model, rows, max(lengths) + 64, cache)
+            counted = floor_of(operations, shape, work, cache)
+            for length in lengths:
+                ms = 1000 * timed(lambda step=step, length=length: step(length), work.device, 3) / STEPS
+                floor = 1000 * counted.decode_seconds(ceilings, rows, 0, length + STEPS / 2)
+                yield f"  cache of {title:9} {length:8,} tokens  {ms:9.3f} {floor:7.3f} {ms / floor:9.2f}"
+            del step
+            fresh(work.device)
+
+
+def step_of(model: Any, rows: int, room: int, kind: torch.dtype | None) -> Callable[[int], None]:
+    """STEPS steps of so many rows, which hold a given number of tokens each."""
+    engine = engine_of(model, rows, cache_dtype=kind)
+    decoder = engine.decoder
+    assert decoder is not None
+    assert decoder.buffers is not None
+    _, heads, _, width = decoder.buffers.layers[0].keys_CGTD.shape
+    like, layers = torch.empty(1, heads, 1, width, dtype=model.dtype, device=model.device), len(decoder.buffers.layers)
+    b = decoder.prepare(rows, 1, 64, room)
+    for _ in range(layers):
+        cache = LayerCache.empty(b.pages.count, like, like, kind is not None, b.pages.page)
+        for x in cache.parts:
+            x.random_(0, 256).bitwise_and_(0xF7) if x.dtype == torch.uint8 else x.uniform_(0, 0.02)  # no NaN
+        b.layers.append(cache)
+    b.pages.extend(b.pages.prompts, [0], [1])
+    b.pages.extend(b.pages.slots, list(range(rows)), [room] * rows)
+    b.limit_1.fill_(10**8)
+    b.uniform_SR.uniform_()
+
+    @torch.inference_mode()
+    def steps(length: int) -> None:
+        state = [torch.full((rows,), x, dtype=torch.int32) for x in (0, 1, 0, length, 5)]
+        state[2] = torch.arange(rows, dtype=torch.int32)
+        b.state_5S[:, :rows] = torch.stack(state).to(model.device)
+        with attending(model, b), merging():
+            for _ in range(STEPS):
+                decoder.step(rows, Sampling(room))
+
+    return steps
+
+
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--parts", default="abcd", help="which of a (right), b (usual), c (long), d (phases) (abcd)")
+    parser.add_argument("--parts", default="abcde", help="of a (right), b (usual), c (long), d (phases), e (steps)")
     parser.add_argument("--seconds", type=float, default=200, help="no part begins later (200)")
     args = parser.parse_args()
     begin = time.perf_counter()
@@ -296,6 +347,7 @@ def main() -> None:
         "b": lambda: usual(work, ceilings),
         "c": lambda: long(work, ceilings),
         "d": lambda: phases(work),
+        "e": lambda: alone(work, ceilings),
     }
     for letter in args.parts:
         since = time.perf_counter() - begin

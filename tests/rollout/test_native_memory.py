@@ -9,7 +9,7 @@ import torch
 import tiny
 from rollout.engines import PROMPTS, engine, flat, forward_logp
 from rpg.kernels.decode import LayerCache
-from rpg.rollout import NativeEngine, pages
+from rpg.rollout import NativeEngine, pages, self_check
 from rpg.rollout.pages import from_host, page_bytes, to_host
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -355,3 +355,19 @@ def test_the_models_device_is_the_current_one(llama, monkeypatch):
     run.generate(PROMPTS, max_new_tokens=3, progress=lambda _: seen.append(id(current[-1])) if current else None)
     assert seen
     assert set(seen) <= set(parameters)
+
+
+def test_a_device_on_which_8_bits_are_read_wrong_is_refused(llama, monkeypatch):
+    """What the check sees is in kernels/decode_checks.py; here it says that something is wrong."""
+    if not engine.graphs:
+        pytest.skip("there is no such cache")
+    seen = []
+    monkeypatch.setattr(self_check, "has_triton", lambda x: True)
+    monkeypatch.setattr(self_check, "error_in_8_bits", lambda *about: (seen.append(about), 0.001)[1])
+    engine(llama, 8, cache_dtype=torch.float8_e4m3fn)
+    assert seen == [(llama.config.head_dim, torch.float32, torch.device("cpu"))]
+    for error in (0.6, float("inf"), float("nan")):
+        monkeypatch.setattr(self_check, "error_in_8_bits", lambda *about, error=error: error)
+        with pytest.raises(ValueError, match=rf"cannot run LlamaForCausalLM: attention .* 8 bits is wrong by {error}"):
+            engine(llama, 8, cache_dtype=torch.float8_e4m3fn)
+        engine(llama, 8)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .triton import has_triton, next_power_of_2
+from .triton import has_triton, next_power_of_2, nvidia
 
 PROGRAMS = 264  # fewer than two for each processor of a large chip: split the rows
 HEADS = 16  # query heads of a key head, filled up to what the matrix units take
@@ -24,7 +23,44 @@ PAGE = 64  # tokens
 FP8 = torch.float8_e4m3fn
 FP8_MOST = 448.0  # the largest number that it has
 LEAST_SCALE = 1e-12
+# tokens of a block, warps, stages: by the width of a head and the bits of a key, from a sweep on an H200
+TUNED = {(64, 16): (32, 1, 4), (128, 16): (64, 4, 3), (64, 8): (64, 2, 3), (128, 8): (64, 2, 3)}
 WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What is still to be done to new queries and keys, rounded as the model would: norms of heads, then rotation.
+
+    Either may be missing. ``offset`` and ``rounds`` are those of norm_in_torch.
+    """
+
+    angles: tuple[Tensor, Tensor] | None = None  # cos and sin, [A,D] or one row for all
+    weights: tuple[Tensor, Tensor] | None = None  # [D], of the queries' norm and of the keys'
+    eps: float = 0.0
+    offset: bool = False
+    rounds: bool = True
+
+    def finish(self, *heads: Tensor) -> list[Tensor]:
+        """Queries [A,H,D] and keys [A,G,D], in torch."""
+        found = list(heads)
+        if self.weights is not None:
+            form = self.eps, self.offset, self.rounds
+            found = [norm_in_torch(x, weight_D, *form) for x, weight_D in zip(found, self.weights, strict=True)]
+        if self.angles is not None:
+            cos_A1D, sin_A1D = (x[:, None] for x in self.angles)
+            halves = [x.chunk(2, -1) for x in found]
+            found = [x * cos_A1D + torch.cat([-b, a], -1) * sin_A1D for x, (a, b) in zip(found, halves, strict=True)]
+        return found
+
+
+def norm_in_torch(x: Tensor, weight_D: Tensor, eps: float, offset: bool, rounds: bool) -> Tensor:
+    """x / rms(x) · (offset + weight) over the last dimension; ``rounds``: to x's type before the product."""
+    kind = torch.promote_types(x.dtype, torch.float32)
+    wide = x.to(kind)
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scale_D = weight_D.to(kind) + offset
+    return ((unit.to(x.dtype).to(kind) if rounds else unit) * scale_D).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -109,6 +145,7 @@ def decode_attention(
     length_A: Tensor,
     scaling: float,
     window: int | None = None,
+    unfinished: Unfinished | None = None,
 ) -> Tensor:
     """softmax(scaling · q·K) V [A,H,D]; the new keys and values are written into the row's page at ``length_A``.
 
@@ -116,11 +153,12 @@ def decode_attention(
     the last ``window``. ``prompt_page_QM`` and ``page_SR`` name the pages of prompts and slots in the order of their
     tokens. A row with ``length_A < 0`` is dead: zeros, nothing read or written, its indices may be anything. No two
     live rows share a slot, no two slots a page. On CUDA only kernels look at the values of the indices (int32): graphs.
+    ``unfinished``: what is to be done to queries and keys before.
     """
     pages, indices = (prompt_page_QM, page_SR), (prompt_A, prompt_length_A, slot_A, length_A)
     if has_triton(query_AHD):
-        return launch(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window)
-    return reference(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window)
+        return launch(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window, unfinished)
+    return reference(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window, unfinished)
 
 
 def splits_for(rows: int, capacity: int, block: int) -> int:
@@ -143,13 +181,14 @@ def launch(
     length_A: Tensor,
     scaling: float,
     window: int | None = None,
+    unfinished: Unfinished | None = None,
     splits: int | None = None,
     block: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
 ) -> Tensor:
     """decode_attention by the kernels, with their settings."""
-    from .triton.decode import attend, attend_8_bits, merge
+    from .triton.decode import attend, merge
 
     keys, values = cache.keys_CGTD, cache.values_CGTD
     A, H, D = query_AHD.shape
@@ -170,40 +209,37 @@ def launch(
     if scaled and D % 2:
         raise ValueError(f"a head of {D} numbers cannot be read in pairs")
     width = max(32 if scaled else 16, next_power_of_2(D))
-    slim = A * G >= PROGRAMS and width <= 64  # many programs with little to load at once: one warp each (measured)
-    if block is None:
-        block = 32 if slim else max(16, min(64, 16384 // (width * keys.element_size())))
-        block = min(block, cache.page)
+    tuned = TUNED.get(
+        (width, 8 * keys.element_size()), (max(16, min(64, 16384 // (width * keys.element_size()))), 4, 3)
+    )
+    block, warps, stages = min(block or tuned[0], cache.page), warps or tuned[1], stages or tuned[2]
     if cache.page % block:
         raise ValueError(f"a page of {cache.page} tokens is no multiple of a block of {block}")
-    warps, stages = warps or (1 if slim else 4), stages or (4 if slim else 3)
     if splits is None:
         splits = splits_for(A * G, capacity, block)
     part_AHND, top_AHN, mass_AHN = output_AHD, output_AHD, output_AHD  # unused with one split
     if splits > 1:
         part_AHND = torch.empty((A, H, splits, D), dtype=torch.float32, device=query_AHD.device)
         top_AHN, mass_AHN = torch.empty((2, A, H, splits), dtype=torch.float32, device=query_AHD.device)
-    rows = prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A
-    rest = (
+    scales = (cache.key_scale_CGT, cache.value_scale_CGT) if scaled else (keys, values)  # unused with 16 bits
+    pairs = (x.view(torch.uint8).view(torch.int16) if scaled else x for x in (keys, values))
+    unfinished = unfinished or Unfinished()
+    cos_AD, sin_AD = unfinished.angles or (query_AHD, query_AHD)
+    if cos_AD.stride() != sin_AD.stride() or cos_AD.stride(-1) != 1:
+        cos_AD, sin_AD = cos_AD.contiguous(), sin_AD.contiguous()
+    angle_a = cos_AD.stride(0) if len(cos_AD) > 1 else 0
+    attend[(A, G, splits)](
+        query_AHD, key_AGD, value_AGD, keys, values, *pairs, *scales,
+        cos_AD, sin_AD, *(unfinished.weights or (query_AHD, query_AHD)), unfinished.eps,
+        prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A,
         output_AHD, part_AHND, top_AHN, mass_AHN, scaling * math.log2(math.e), window or 0,
         query_AHD.stride(0), query_AHD.stride(1), key_AGD.stride(0), key_AGD.stride(1),
-        value_AGD.stride(0), value_AGD.stride(1), prompt_page_QM.stride(0), page_SR.stride(0), H, splits,
+        value_AGD.stride(0), value_AGD.stride(1), angle_a, prompt_page_QM.stride(0), page_SR.stride(0), H, splits,
+        G, H // G, HEADS, D, width, cache.page, block, splits > 1, window is not None,
+        "ieee" if keys.dtype == torch.float32 else "tf32", scaled, scaled and nvidia(query_AHD), FP8_MOST, LEAST_SCALE,
+        unfinished.weights is not None, int(unfinished.offset), unfinished.rounds, unfinished.angles is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    how = splits > 1, window is not None
-    tuned: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-    if scaled:
-        pairs = (x.view(torch.uint8).view(torch.int16) for x in (keys, values))
-        attend_8_bits[(A, G, splits)](
-            query_AHD, key_AGD, value_AGD, keys, values, *pairs, cache.key_scale_CGT, cache.value_scale_CGT,
-            *rows, *rest,
-            G, H // G, HEADS, D, width // 2, cache.page, block, *how, FP8_MOST, LEAST_SCALE, **tuned,
-        )  # fmt: skip
-    else:
-        precision = "ieee" if keys.dtype == torch.float32 else "tf32"
-        attend[(A, G, splits)](
-            query_AHD, key_AGD, value_AGD, keys, values, *rows, *rest,
-            G, H // G, HEADS, D, width, cache.page, block, *how, precision, **tuned,
-        )  # fmt: skip
     if splits > 1:
         merge[(A, H)](
             part_AHND, top_AHN, mass_AHN, length_A, output_AHD,
@@ -225,10 +261,13 @@ def reference(
     length_A: Tensor,
     scaling: float,
     window: int | None = None,
+    unfinished: Unfinished | None = None,
 ) -> Tensor:
     """The same in torch, in float32 (in float64 for tensors of it)."""
     (A, H, D), (C, G) = query_AHD.shape, cache.keys_CGTD.shape[:2]
     live_A, device = length_A >= 0, query_AHD.device
+    if unfinished is not None:
+        query_AHD, key_AGD = unfinished.finish(query_AHD, key_AGD)
     prompt_A, slot_A = (x.long().clamp(0, len(y) - 1) for x, y in ((prompt_A, prompt_page_QM), (slot_A, page_SR)))
     live = live_A.nonzero().squeeze(-1)
     at = length_A[live].long()

@@ -153,6 +153,12 @@ def _norm_forward(epsilon: str, offset: bool, rounds: bool) -> Forward:
 
 
 def _norm_for(module: nn.Module) -> Forward | None:
+    form = norm_form(module, _norm)
+    return None if form is None else _norm_forward(*form)
+
+
+def norm_form(module: nn.Module, norm: Callable[..., Tensor]) -> tuple[str, bool, bool] | None:
+    """The name of its epsilon, and with which ``offset`` and ``rounds`` it agrees with ``norm``."""
     weight_H = getattr(module, "weight", None)
     epsilon = next((name for name in EPSILONS if isinstance(getattr(module, name, None), float)), None)
     if "RMSNorm" not in type(module).__name__ or epsilon is None or not isinstance(weight_H, Tensor):
@@ -164,18 +170,20 @@ def _norm_for(module: nn.Module) -> Forward | None:
     x_5H = (_noise(5, len(weight_H), like=weight_H) + 0.3) * scale_51
     theirs = _tried(torch.func.functional_call, module, weights, (x_5H,))
     for offset in (False, True):
-        if _agrees(_norm(x_5H, weights["weight"], eps, offset, False), theirs):
-            return _norm_forward(epsilon, offset, _rounds(module, weights, x_5H, eps, offset))
+        if _agrees(norm(x_5H, weights["weight"], eps, offset, False), theirs):
+            return epsilon, offset, _rounds(module, norm, weights, x_5H, eps, offset)
     return None
 
 
-def _rounds(module: nn.Module, weights: dict[str, Tensor], x_5H: Tensor, eps: float, offset: bool) -> bool:
+def _rounds(
+    module: nn.Module, norm: Callable[..., Tensor], weights: dict[str, Tensor], x_5H: Tensor, eps: float, offset: bool
+) -> bool:
     """Does it round before it multiplies by the weight (Llama) or after (Gemma)? Whichever is nearer."""
     half = {name: x.half() for name, x in weights.items()}
     theirs = _tried(torch.func.functional_call, module, half, (x_5H.half(),))
     if not isinstance(theirs, Tensor):
         return True
-    off = [(_norm(x_5H.half(), half["weight"], eps, offset, r).float() - theirs).abs().sum() for r in (True, False)]
+    off = [(norm(x_5H.half(), half["weight"], eps, offset, r).float() - theirs).abs().sum() for r in (True, False)]
     return bool(off[0] <= off[1])
 
 

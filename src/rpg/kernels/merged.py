@@ -2,7 +2,7 @@
 
 - projections of one input are one product: query, key and value; gate and up. Their weights are laid side by side in
   one storage, each parameter a part of it: the same parameters, no copy;
-- the residual is added by the product before it: x + o_proj(…), x + down_proj(…).
+- the residual is added by the product before it, in place: x + o_proj(…), x + down_proj(…).
 
 Elsewhere the model computes as ever, so that log-probabilities with and without gradients are the same bits.
 """
@@ -100,13 +100,20 @@ class MergedProjections:
             if i + 1 < len(self.layers):
                 self.held = held
             return held[1][i]
+        whole = self.whole()
+        if whole is None:
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        out = nn.functional.linear(x, *whole)
+        self.held = x, torch.split(out, [len(other.weight) for other in self.layers], -1)
+        return self.held[1][0]
+
+    def whole(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of all layers. None: of a copy of the model, or moved since."""
         weights = [other.weight for other in self.layers]
         biases = [other.bias for other in self.layers if other.bias is not None]
-        if not (adjacent(weights) and adjacent(biases)):  # of a copy of the model, or moved since
-            return nn.functional.linear(x, layer.weight, layer.bias)
-        out = nn.functional.linear(x, _whole(weights), _whole(biases) if biases else None)
-        self.held = x, torch.split(out, [len(weight) for weight in weights], -1)
-        return self.held[1][0]
+        if not (adjacent(weights) and adjacent(biases)):
+            return None
+        return _whole(weights), _whole(biases) if biases else None
 
 
 def _whole(parameters: list[Any]) -> Tensor:
@@ -132,7 +139,7 @@ def _fold(model: Any) -> list[str]:
         return []
     ids = torch.arange(1, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     for layer in layers.values():
-        layer.forward = MethodType(_forward_of_layer, layer)
+        layer.forward = MethodType(forward_of_layer, layer)
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             last.forward = MethodType(forward_of_last, last)
     if _same_within(model, ids):
@@ -165,7 +172,11 @@ def _ends_in_products(layer: Any) -> bool:
     return plain and "forward" not in vars(layer) and not scales
 
 
-def _forward_of_layer(self: Any, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
+def is_merging() -> bool:
+    return bool(_merging)
+
+
+def forward_of_layer(self: Any, hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
     if not _merging or inputs:
         return type(self).forward(self, hidden_states, *inputs, **named)
     attention, mlp = self.self_attn, self.mlp
@@ -189,5 +200,5 @@ def forward_of_last(self: Any, input: Tensor) -> Tensor:
     residual = vars(self).pop("_residual", None)
     if residual is None:
         return nn.functional.linear(input, self.weight, self.bias)
-    sums = torch.addmm(residual.flatten(0, -2), input.flatten(0, -2), self.weight.t())
-    return sums.view(residual.shape)
+    sums: Tensor = residual.flatten(0, -2)  # in place: elsewhere torch would copy it first
+    return sums.addmm_(input.flatten(0, -2), self.weight.t()).view(residual.shape)

@@ -15,6 +15,7 @@ import torch
 from ..console import first_line
 from ..kernels.decode import FP8, WITH_8_BITS, has_8_bits
 from ..kernels.fused import fuse
+from ..kernels.layer import write_out
 from ..kernels.merged import merge
 from ..models.architecture import head_is_linear
 from ..models.loading import end_ids_of
@@ -23,7 +24,7 @@ from .engine import Rollout, Sampling, nothing_to_sample
 from .flight import Feed, Underway
 from .graph_batch import GraphBatch
 from .graphs import GraphDecoder, Timing
-from .self_check import check_engine
+from .self_check import check_8_bits, check_engine
 from .slots import END_ROOM
 from .stream import EagerStream, GraphStream, Outgrown, Stream
 
@@ -62,6 +63,7 @@ class NativeEngine:
         if (on_gpu if graphs is None else graphs) and len(self.end_ids) <= END_ROOM:
             fuse(model)
             merge(model)
+            write_out(model)
             cache = cache_tokens, cache_dtype == FP8, host_bytes
             self.decoder = GraphDecoder(model, head_is_linear(model), slots, on_gpu, warn, *cache)
         if cache_dtype not in (None, FP8):
@@ -106,6 +108,9 @@ class NativeEngine:
                 raise NotImplementedError("attention in chunks")
             exact = self.decoder is None or not self.decoder.fp8
             check_engine(self.model, lambda prompts: self._generate(prompts, 2, Sampling(3), 0, 3, []), exact=exact)
+            if self.decoder is not None and self.decoder.buffers is not None and self.decoder.fp8:
+                with torch.cuda.device_of(next(self.model.parameters())):  # type: ignore[no-untyped-call]
+                    check_8_bits(self.decoder.buffers.layers, self.model.dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.decode import LayerCache, decode_attention
+from ..kernels.decode import LayerCache, Unfinished, decode_attention
 from ..kernels.packed import Packing, attend
 from ..kernels.sample import Pool
 from ..kernels.step import DEAD, LENGTH, PROMPT, PROMPT_LENGTH, SLOT
@@ -61,15 +61,32 @@ class Slots:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         if self.reading is not None:
+            scaling = query.shape[3] ** -0.5 if scaling is None else scaling
             query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
             return attend(query, key, value, self.reading, scaling, window)[None]
+        return self.decode(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scaling, window)[:, None]
+
+    @property
+    def decoding(self) -> bool:
+        """One token a row, not prompts."""
+        return self.reading is None
+
+    def decode(
+        self,
+        layer: int,
+        query_AHD: Tensor,
+        key_AGD: Tensor,
+        value_AGD: Tensor,
+        scaling: float | None,
+        window: int | None,
+        unfinished: Unfinished | None = None,
+    ) -> Tensor:
         rows = self.state_5A
-        output = decode_attention(
-            query[:, :, 0],
-            key[:, :, 0],
-            value[:, :, 0],
+        return decode_attention(
+            query_AHD,
+            key_AGD,
+            value_AGD,
             self.layers[layer],
             self.pages.prompts.page_RM,
             self.pages.slots.page_RM,
@@ -77,10 +94,10 @@ class Slots:
             rows[PROMPT_LENGTH],
             rows[SLOT],
             rows[LENGTH],
-            scaling,
+            query_AHD.shape[2] ** -0.5 if scaling is None else scaling,
             window,
+            unfinished,
         )
-        return output[:, None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
