@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 import tiny
 from rpg.kernels import layer as layers
@@ -31,7 +32,9 @@ def test_which_layers_are_known(name):
     model = tiny.make(name)
     assert write_out(model) == []  # before merge(model)
     merge(model)
-    dice, modes = torch.random.get_rng_state(), [m.train(i % 2 > 0).training for i, m in enumerate(model.modules())]
+    for i, part in enumerate(model.modules()):
+        part.train(i % 2 > 0)
+    dice = torch.random.get_rng_state()
     modes = [m.training for m in model.modules()]
     assert len(write_out(model)) == (2 if name in WRITTEN else 0)
     assert write_out(model) == []
@@ -118,3 +121,27 @@ def test_an_attention_that_turns_otherwise_is_left_alone(monkeypatch):
     for odd in (lambda q, k, cos, sin: own(q, k, sin, cos), lambda q, k, cos, sin: (own(q, k, cos, sin)[0], k)):
         monkeypatch.setattr(file, "apply_rotary_pos_emb", odd)
         assert form_of(model.model.layers[0]) is None
+
+
+def test_a_model_that_rotates_half_of_each_head_keeps_its_own_layers():
+    config = Glm4MoeConfig(
+        vocab_size=tiny.make("llama").config.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,  # a plain layer
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        partial_rotary_factor=0.5,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    made = [NativeEngine(model, tiny.tokenizer(), 8, graphs=graphs) for graphs in (False, True)]
+    one, two = (each.generate(PROMPTS, n=2, max_new_tokens=8, seed=2) for each in made)
+    assert made[1].decoder is not None
+    for a, b in zip([x for group in one for x in group], [x for group in two for x in group], strict=True):
+        assert a.tokens == b.tokens
+        assert a.logp == pytest.approx(b.logp, abs=1e-5)

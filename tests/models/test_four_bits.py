@@ -19,7 +19,7 @@ from rpg.models.plain_weights import merged_state
 from rpg.models.policy import Policy
 from rpg.run.config import Config, PeftConfig, RolloutConfig
 from rpg.run.settings import build, flags_of
-from rpg.training.setup import check_ranks
+from rpg.training.setup import check_base
 from running import metrics
 
 IDS = torch.tensor([[5, 6, 7, 3, 9, 10, 11, 12], [4, 4, 9, 2, 8, 30, 31, 1]])
@@ -159,6 +159,26 @@ def test_a_saved_adapter_comes_back_on_the_rounded_base(base, tmp_path):
     assert not four_bits.layers(Policy.load(str(tmp_path / "adapter")).model)
 
 
+def test_an_adapter_on_the_head_comes_back_on_the_same_model(base, tmp_path):
+    options = {"r": 4, "target_modules": ["q_proj", "lm_head"]}
+    policy = moved(Policy.load(str(base), peft=PeftConfig("lora", options, 4)))
+    policy.save(tmp_path / "adapter")
+    again = Policy.load(str(tmp_path / "adapter"))
+    assert len(four_bits.layers(again.model)) == len(four_bits.layers(policy.model))
+    assert torch.equal(logits(again.model), logits(policy.model))
+
+
+def test_whole_layers_beside_rounded_ones_are_refused(base):
+    with pytest.raises(ValueError, match="modules_to_save"):
+        Policy.load(str(base), peft=PeftConfig("lora", {"modules_to_save": ["lm_head"]}, 4))
+
+
+def test_an_adapter_stays_beside_the_weights_it_was_trained_on(base, tmp_path):
+    Policy.load(str(base), peft=PeftConfig("lora", {"r": 4})).save(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="unrounded"):
+        Policy.load(str(tmp_path / "adapter"), peft=PeftConfig("lora", {}, 4))
+
+
 def test_merged_it_is_the_rounded_base_with_the_adapter(base, tmp_path):
     policy = moved(load(base))
     state = dict(merged_state(policy.model))
@@ -231,16 +251,18 @@ def test_the_setting_is_a_number_or_none():
 
 
 def test_several_processes_are_refused(base):
-    check_ranks(load(base), 1)
-    check_ranks(Policy.load(str(base)), 2)
+    check_base(load(base), 1, "native")
+    check_base(Policy.load(str(base)), 2, "vllm")
     with pytest.raises(ValueError, match="torchrun"):
-        check_ranks(load(base), 2)
+        check_base(load(base), 2, "native")
 
 
 def test_what_holds_the_model_in_another_way_is_refused(base, tmp_path):
     with pytest.raises(ValueError, match=r"peft\.base_bits goes with rollout\.engine native"):
         Config(peft=FOUR, rollout=RolloutConfig(engine="vllm"))
     moved(load(base)).save(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"peft\.base_bits goes with rollout\.engine native"):
+        check_base(Policy.load(str(tmp_path / "adapter")), 1, "vllm")  # its folder says it, no setting does
     with pytest.raises(ValueError, match="rpg merge it first"):
         fresh(Config(model=str(tmp_path / "adapter")))
     for other in (of_verl, of_trl):

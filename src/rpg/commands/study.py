@@ -73,9 +73,7 @@ def run_study(args: argparse.Namespace) -> int:
         )
     runner = Runner(study, folder, jobs, complain)
     with one_line("", ValueError):
-        if args.retry_failed:
-            complain(f"{runner.forget_failed()} failed runs are made again")
-        done = runner.go(args.minutes)
+        done = runner.go(args.minutes, args.retry_failed)
     _show(folder, args)
     return 0 if done else 3
 

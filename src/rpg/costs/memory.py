@@ -360,5 +360,6 @@ def available_bytes(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     # a study's runs share a GPU, and a process may have been limited
-    share = min(float(os.environ.get(GPU_SHARE, 1)), torch.cuda.get_per_process_memory_fraction(device))
+    allowed = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)  # not in every torch
+    share = min(float(os.environ.get(GPU_SHARE, 1)), allowed(device))
     return int(SHARE * min(free + torch.cuda.memory_reserved(device), share * total))

@@ -86,7 +86,8 @@ def _forward(self: Any, hidden_states: Tensor, *inputs: Any, **named: Any) -> An
     angles = named.get("position_embeddings")
     if WRITTEN_OUT and is_merging() and not inputs and getattr(cache, "decoding", False) and isinstance(angles, tuple):
         cos_AD, sin_AD = (x[:, 0] for x in angles)
-        if decode_layer(self._form, self, hidden_states[:, 0], (cos_AD, sin_AD), cache):
+        whole = cos_AD.shape[-1] == self._form.attention.width  # some models rotate a part of a head
+        if whole and decode_layer(self._form, self, hidden_states[:, 0], (cos_AD, sin_AD), cache):
             return hidden_states
     return forward_of_layer(self, hidden_states, *inputs, **named)
 
@@ -101,6 +102,8 @@ def form_of(layer: Any) -> LayerForm | None:
     """None: not a layer that is known here."""
     firsts = getattr(layer.self_attn, "q_proj", None), getattr(layer.mlp, "gate_proj", None)
     if None in (_joint(first, names) for first, names in zip(firsts, (QKV, GATE_UP), strict=True)):
+        return None
+    if any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules()):
         return None
     modes = [(part, part.training) for part in layer.modules()]
     layer.eval()
@@ -120,7 +123,10 @@ def form_of(layer: Any) -> LayerForm | None:
 def decode_layer(form: LayerForm, layer: Any, x_AH: Tensor, angles: tuple[Tensor, Tensor], cache: Decoding) -> bool:
     """The layer in place of x. False, and nothing done, where its projections no longer lie side by side."""
     attention, mlp, heads = layer.self_attn, layer.mlp, form.attention
-    qkv, gate_up = (first._merged[0].whole() for first in (attention.q_proj, mlp.gate_proj))
+    groups = _joint(attention.q_proj, QKV), _joint(mlp.gate_proj, GATE_UP)
+    if any(type(last) is not nn.Linear for last in (attention.o_proj, mlp.down_proj)):
+        return False  # an adapter came later
+    qkv, gate_up = (None if group is None else group.whole() for group in groups)
     if qkv is None or gate_up is None:
         return False
     joint_AN = F.linear(_normed(x_AH, layer.input_layernorm.weight, form.before), *qkv)

@@ -240,8 +240,10 @@ def check_bits(bits: int | None, method: str | None, options: Mapping[str, Any])
     _check_beside(make_config(method, options))
 
 
-def check_base(model: Any) -> None:
-    """The same of an adapter that is in its model."""
+def check_base(model: Any, bits: int | None) -> None:
+    """The same of an adapter that is in its model. It goes on beside the weights that it was trained on."""
+    if bits is not None and base_bits(model) != bits:
+        raise ValueError("the model is an adapter that was trained beside unrounded weights: leave peft.base_bits out")
     if layers(model):
         _check_beside(vars(model)[WRAPPER].peft_config["default"])
 
@@ -250,6 +252,8 @@ def _check_beside(config: Any) -> None:
     kind = str(config.peft_type.value).lower()
     if kind != "lora" or config.use_dora:
         raise ValueError(f"peft.base_bits goes with plain LoRA, not {'dora' if kind == 'lora' else kind}: take lora")
+    if config.modules_to_save:
+        raise ValueError("peft.options.modules_to_save trains whole layers, which peft.base_bits rounds: leave it out")
     if config.init_lora_weights not in STARTS:
         raise ValueError(
             f"peft.options.init_lora_weights {config.init_lora_weights} rewrites the model's weights, which "

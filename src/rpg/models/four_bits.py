@@ -46,6 +46,7 @@ def quantise_layers(model: Any, device: torch.device | str) -> None:
     """Hold the linear layers in 4 bits on this device, one after the other. Those of an adapter and the head stay as
     they are, and those whose rows are no whole blocks. Of the dense model the device has one matrix at a time."""
     head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)  # inside of an adapter
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer is not head and ".lora_" not in name and nf4.fits(layer.weight):
             model.set_submodule(name, FourBitLinear(layer, device))

@@ -84,7 +84,7 @@ class Policy:
         fresh = False
         if adapters.adapted(model):
             adapters.check_same(model, method, settings)
-            adapters.check_base(model)
+            adapters.check_base(model, bits)
         elif method is not None:
             model = adapters.attach(model, method, settings, _lasting(name, (options or {}).get("subfolder")))
             fresh = adapters.began_as_nothing(model)

@@ -213,7 +213,8 @@ class GraphBatch:
                 room -= b.pages.needed(ages[i])
                 kept.add(i)
         held = [b.pages.slots.pages[slot][: b.pages.needed(age)] for age, slot in zip(ages, slots, strict=True)]
-        copies = iter(to_host(b.layers, [held[i] for i in sorted(kept)]))
+        # each row's by themselves: the host has their place again when they are back
+        copies = (to_host(b.layers, [held[i]])[0] for i in sorted(kept))
         for i, (r, age, slot) in enumerate(zip(requests, ages, slots, strict=True)):
             if i in kept:
                 self.waiting.append(SetBack(r, age, columns[:, i], next(copies)))

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..kernels.decode import LayerCache
 from ..kernels.step import LENGTH, TOKEN
 
-AT_ONCE = 64  # pages of a copy: torch takes pinned memory in powers of two
+AT_ONCE = 16  # pages of a copy: torch takes pinned memory in powers of two
+BACK = 512  # pages that come back at once
 
 
 class Table:
@@ -117,11 +118,16 @@ def to_host(layers: Sequence[LayerCache], rows: Sequence[Sequence[int]]) -> list
 
 def from_host(layers: Sequence[LayerCache], rows: Sequence[Sequence[int]], copies: Sequence[Sequence[Tensor]]) -> None:
     """What was copied of each row, into these pages."""
-    parts, pages = [part for layer in layers for part in layer.parts], [page for held in rows for page in held]
-    if not pages:
-        return
-    index = torch.tensor(pages, device=parts[0].device)
-    for k, part in enumerate(parts):
-        pieces = [piece for copy in copies for piece in copy[k :: len(parts)]]
-        whole = torch.empty(len(pages), *part.shape[1:], dtype=part.dtype, pin_memory=part.is_cuda)
-        part[index] = torch.cat(pieces, out=whole).to(part.device, non_blocking=True)
+    parts, first = [part for layer in layers for part in layer.parts], 0
+    while first < len(rows):
+        last, pages = first, list[int]()
+        while last < len(rows) and (not pages or len(pages) + len(rows[last]) <= BACK):
+            pages += rows[last]
+            last += 1
+        if pages:
+            index = torch.tensor(pages, device=parts[0].device)
+            for k, part in enumerate(parts):
+                pieces = [piece for copy in copies[first:last] for piece in copy[k :: len(parts)]]
+                whole = torch.empty(len(pages), *part.shape[1:], dtype=part.dtype, pin_memory=part.is_cuda)
+                part[index] = torch.cat(pieces, out=whole).to(part.device, non_blocking=True)
+        first = last

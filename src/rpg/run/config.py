@@ -322,6 +322,7 @@ OTHER_NAMES = {
 }
 
 # And what they set, and nothing here does
+WHOLE_IN_VLLM = "peft.base_bits goes with rollout.engine native: vLLM would hold the model whole, in 16 bits"
 _GPUS = "torchrun starts a process a GPU (docs/multi-gpu.md)"
 NOT_SET = {
     "logging_steps": "every step is logged; --eval.every is for evaluations, --log.view for what the terminal shows",
@@ -408,7 +409,7 @@ def check(config: Config) -> None:
     if rollout.choose == "signal" and rollout.samples < 2:
         raise ValueError("rollout.choose=signal needs rollout.samples of at least 2: one alone differs from none")
     if rollout.engine == "vllm" and config.peft.base_bits is not None:
-        raise ValueError("peft.base_bits goes with rollout.engine native: vLLM would hold the model whole, in 16 bits")
+        raise ValueError(WHOLE_IN_VLLM)
     if rollout.engine == "vllm" and optim.offload:
         raise ValueError("optim.offload goes with rollout.engine native: vLLM keeps its own weights and cache")
     if rollout.cache_dtype != "auto" and rollout.old_logp == "engine":

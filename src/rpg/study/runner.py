@@ -63,11 +63,13 @@ class Runner:
     refused: dict[str, str] = field(default_factory=dict)  # runs that could not be set up, and why
     planned: tuple[PlannedRun, ...] = ()  # in the order of what they decide; of arms not tuned yet no more than that
 
-    def go(self, minutes: float | None) -> bool:
+    def go(self, minutes: float | None, retry_failed: bool = False) -> bool:
         """Until all is done, a signal comes or the minutes are over. Whether all is done."""
         self.folder.mkdir(parents=True, exist_ok=True)
         until = None if minutes is None else time.monotonic() + 60 * minutes
         with locked(self.folder):
+            if retry_failed:
+                self.say(f"{self._forget_failed()} failed runs are made again")
             self.rows = self._known()
             self._plan()
             self._write()
@@ -253,7 +255,7 @@ class Runner:
                     return f" ({path} was {before.get(path)} and is {now[path]})"
         return ""
 
-    def forget_failed(self) -> int:
+    def _forget_failed(self) -> int:
         """Failed runs are made again from the beginning: how many. Tuning is over where compared runs finished."""
         if not (self.folder / FILE).is_file():
             return 0

@@ -49,8 +49,8 @@ from .setup import (
     about_sampler,
     anchored,
     check_ahead,
+    check_base,
     check_fit,
-    check_ranks,
     check_rewards,
     check_rollout,
     check_train,
@@ -164,7 +164,7 @@ class Trainer:
             options=config.model_options,
             peft=config.peft,
         )
-        check_ranks(self.policy, world.size)
+        check_base(self.policy, world.size, config.rollout.engine)
         self.progress = progress = Progress() if start is None else Progress.load(start.state)
         teacher = load_teacher(taught, self.policy) if config.reference.model is not None and method.has_kl else None
         held = method.anchor != "old" and (teacher is not None or not self.policy.adapted)  # a second set of weights

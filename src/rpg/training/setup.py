@@ -26,7 +26,7 @@ from ..models import four_bits
 from ..models.policy import Policy
 from ..rewards.scoring import Part
 from ..rollout import Engine, NativeEngine, Sampling
-from ..run.config import Config, OffPolicyConfig
+from ..run.config import WHOLE_IN_VLLM, Config, OffPolicyConfig
 from ..tasks import ENDLESS, Problem, Scorer, Task, finite, load_task, set_aside, verify_reward
 from ..tasks.reward import functions, make_reward, reward_range
 from ..tasks.templates import template_text
@@ -312,10 +312,13 @@ def check_ahead(config: Config, method: Method, ranks: int) -> None:
             raise ValueError(why)
 
 
-def check_ranks(policy: Policy, ranks: int) -> None:
-    """What several processes cannot do yet."""
-    if ranks > 1 and four_bits.layers(policy.model):
-        raise ValueError("weights in 4 bits (peft.base_bits) do not run under torchrun yet: take one process")
+def check_base(policy: Policy, ranks: int, engine: str) -> None:
+    """What weights in 4 bits cannot do, which an adapter's folder may bring along without a setting."""
+    if four_bits.layers(policy.model):
+        if ranks > 1:
+            raise ValueError("weights in 4 bits (peft.base_bits) do not run under torchrun yet: take one process")
+        if engine == "vllm":
+            raise ValueError(WHOLE_IN_VLLM)
 
 
 def warnings_about(method: Method, config: Config) -> Iterator[str]:

@@ -131,7 +131,7 @@ def write_underway(prefix: str, groups: Iterable[Underway]) -> tuple[list[Values
         caches = [group.cache, *(part.cache for part in group.parts)]
         for i, cache in enumerate(caches):
             # some are pieces of one copy, which the file has to have apart
-            writer.whole |= {f"cache.{group.number}.{i}.{k}": x.clone() for k, x in enumerate(cache)}
+            writer.whole |= {f"cache.{group.number}.{i}.{k}": _apart(x) for k, x in enumerate(cache)}
         parts = []
         for part in group.parts:
             writer.put("logp", part.logp)
@@ -147,6 +147,10 @@ def write_underway(prefix: str, groups: Iterable[Underway]) -> tuple[list[Values
             }
         )
     return values, writer.tensors()
+
+
+def _apart(x: Tensor) -> Tensor:
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 def read_underway(prefix: str, values: Iterable[Values], tensors: Mapping[str, Tensor]) -> list[Underway]:
