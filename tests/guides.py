@@ -175,6 +175,7 @@ def _wrong_script(name: str, args: list[str]) -> Iterator[str]:
         yield f"there is no {name}"
         return
     source = path.read_text(encoding="utf-8")
+    args = args[: args.index("--")] if "--" in args else args  # what stands behind goes on to rpg train
     for flag in (word.partition("=")[0] for word in args if word.startswith("--")):
         if f'"{flag}"' not in source:
             yield f"{name} knows no {flag}"

@@ -151,7 +151,7 @@ def test_the_gradient_is_exact_whatever_the_sampler_was(way, cut, keep):
     assert float(b_N.sum()) == pytest.approx(1, abs=1e-6)  # it is a distribution
     by_old, by_new, ref_NT, started = (scores(log_policy(model(seed))).detach() for seed in (1, 2, 4, 5))
     apart = (log_b_NT - torch.cat([by_old[:, :cut], by_new[:, cut:]], 1)).abs().max()
-    assert apart < 1e-6 if not keep else apart > 1e-2  # of kept keys it is neither's
+    assert apart < 5e-6 if not keep else apart > 1e-2  # float32; of kept keys it is neither's
 
     current, reference = model(3), {h: logp_V.detach() for h, logp_V in log_policy(model(4)).items()}
     by_state = log_policy(current)
