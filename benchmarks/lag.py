@@ -2,6 +2,7 @@
 
     rpg study studies/builtin-lag.yaml --jobs 13                    # makes the runs, in hours of one core
     python benchmarks/lag.py studies/builtin-lag [--svg FILE]       # the table, and curves, of its results.jsonl
+    python benchmarks/lag.py studies/builtin-lag --together         # each method beside one, over all conditions
     python benchmarks/lag.py studies/builtin-lag --tuning           # each rate that was tried
 
 One row for each condition and method; means over seeds. A run that failed is counted in its last column.
@@ -15,11 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import rpg
 from rpg.clip import Unweighted
 from rpg.console import number
 from rpg.study.results import FILE, read_results
-from rpg.study.scores import final_mean
+from rpg.study.scores import final_mean, shares
+from rpg.study.statistics import estimated, holm
 
 Row = dict[str, Any]
 LAST = 5  # steps
@@ -73,6 +77,31 @@ def table(study: Row, rows: Sequence[Row]) -> str:
             cells.append(f"{statistics.fmean(found):.3g}" if found else "–")
         failed = sum(row["status"] != "finished" for row in mine)
         lines.append("| " + " | ".join([*cells, str(len(mine)), str(failed or "")]) + " |")
+    return "\n".join(lines)
+
+
+def together(study: Row, rows: Sequence[Row]) -> str:
+    """Each method minus the one that the study compares with, paired by seed, problem and condition: the mean over all
+    conditions. Of seeds that are done in all of them."""
+    compared = {(row["arm"], row["seed"]): row for row in rows if row["part"] == "compare"}
+    names: dict[str, list[str]] = {}
+    for arm in study["arms"]:
+        names.setdefault(arm["method"], []).append(arm["name"])
+    seeds = [seed for seed in range(study["seeds"]) if all((arm["name"], seed) in compared for arm in study["arms"])]
+    k = next(iter(compared.values()))["k"]
+
+    def scores(method: str) -> Any:
+        by_arm = [[shares(compared[name, seed]["last"], k, study["on"]) for seed in seeds] for name in names[method]]
+        return np.mean(np.array(by_arm), 0)
+
+    against = study["against"]
+    found = {method: estimated(scores(method) - scores(against), 1 / k) for method in names if method != against}
+    adjusted = holm([x.p for x in found.values()])
+    lines = [f"| over {len(names[against])} conditions, {len(seeds)} seeds | points | 95 % | p (Holm) |"]
+    lines.append("|---|---:|---:|---:|")
+    for (method, x), p in zip(found.items(), adjusted, strict=True):
+        cells = [f"{100 * x.mean:+.1f}", f"{100 * x.low:.1f} to {100 * x.high:.1f}", f"{p:.3f}"]
+        lines.append(f"| {method} − {against} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -158,11 +187,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of a study")
     parser.add_argument("--svg", type=Path, help="where the curves go")
+    parser.add_argument("--together", action="store_true", help="differences over all conditions instead")
     parser.add_argument("--tuning", action="store_true", help="the runs that chose the rates instead")
     parser.add_argument("--methods", nargs="+", default=["rpg-reinforce-urkl", "dapo", "grpo", "reinforce"])
     args = parser.parse_args()
     study, rows = read_results(args.folder / FILE)
-    print(tried(study, rows) if args.tuning else table(study, rows))
+    print(together(study, rows) if args.together else tried(study, rows) if args.tuning else table(study, rows))
     if args.svg:
         conditions = list(dict.fromkeys(arm["condition"] for arm in study["arms"]))
         args.svg.write_text(picture(study, rows, args.methods, conditions), encoding="utf-8")
