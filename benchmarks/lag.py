@@ -1,6 +1,6 @@
 """What is inside the runs of a study: how far samples lag behind, what is cut, how the policy moves.
 
-    rpg study studies/builtin-lag.yaml --jobs 13                    # makes the runs, in hours of one core
+    rpg study studies/builtin-lag.yaml --jobs 13                    # makes the runs, in hours
     python benchmarks/lag.py studies/builtin-lag [--svg FILE]       # the table, and curves, of its results.jsonl
     python benchmarks/lag.py studies/builtin-lag --together         # each method beside one, over all conditions
     python benchmarks/lag.py studies/builtin-lag --tuning           # each rate that was tried

@@ -186,8 +186,10 @@ def test_kept_sets_of_responses_that_wait(llama):
     assert run.timing.set_back > 0
 
 
-def test_what_is_set_back_comes_back_bit_for_bit():
+@pytest.mark.parametrize("at_once", [1, 512])
+def test_what_is_set_back_comes_back_bit_for_bit(monkeypatch, at_once):
     """Into other pages; those of others stay as they are."""
+    monkeypatch.setattr(pages, "BACK", at_once)
     generator = torch.Generator().manual_seed(0)
     layers = []
     for width, fp8 in ((8, False), (16, True)):
