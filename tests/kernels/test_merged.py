@@ -7,7 +7,8 @@ import torch
 import transformers
 
 import tiny
-from rpg.kernels.merged import MergedProjections, adjacent, merge, merging
+from rpg.kernels import merged as rooms
+from rpg.kernels.merged import MergedProjections, adjacent, merge, merging, side_by_side
 
 IDS = torch.arange(2, 14)[None]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -79,6 +80,53 @@ def test_gradients_are_those_of_the_plain_model():
         model(IDS).logits.square().sum().backward()
     for (name, a), (_, b) in zip(plain.named_parameters(), merged.named_parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_gradients_of_one_product_are_those_of_several(name, monkeypatch):
+    """As on a GPU: jointly, whether or not gradients are asked for."""
+    monkeypatch.setattr(rooms, "JOINT_ON", {"cpu"})
+    plain, joint = tiny.make(name).double(), tiny.make(name).double()
+    merge(joint)
+    calls, own = [], rooms._Joint.apply
+    monkeypatch.setattr(rooms._Joint, "apply", lambda *a: (calls.append(0), own(*a))[1])
+    for model in (plain, joint):
+        model(IDS).logits.square().sum().backward()
+    groups = {id(m._merged[0]) for m in joint.modules() if hasattr(m, "_merged")}
+    assert len(calls) == len(groups)
+    for (key, a), (_, b) in zip(plain.named_parameters(), joint.named_parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-12), key
+    with torch.no_grad():
+        assert torch.equal(joint(IDS).logits, joint(IDS).logits)
+        quiet = joint(IDS).logits
+    assert torch.equal(quiet, joint(IDS).logits.detach())  # with gradients and without: the same bits
+
+
+def test_frozen_projections_get_no_gradient_and_unused_ones_zeros(monkeypatch):
+    monkeypatch.setattr(rooms, "JOINT_ON", {"cpu"})
+    layers = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]
+    owner = torch.nn.ModuleDict(dict(zip(("q_proj", "k_proj", "v_proj"), layers, strict=True)))
+    merge(owner)
+    layers[0].weight.requires_grad_(False)
+    x = torch.randn(5, 4, requires_grad=True)
+    used, _, also = (layer(x) for layer in layers)
+    (used.sum() + 2 * also.sum()).backward()
+    assert layers[0].weight.grad is None
+    assert not layers[1].weight.grad.any()
+    assert torch.allclose(layers[2].weight.grad, 2 * x.detach().sum(0).expand(2, 4))
+    assert torch.allclose(layers[2].bias.grad, torch.full((2,), 10.0))
+    expected = layers[0].weight.sum(0) + 2 * layers[2].weight.sum(0)
+    assert torch.allclose(x.grad, expected.expand(5, 4))
+
+
+def test_parts_that_lie_side_by_side_are_joined_without_a_copy():
+    whole = torch.randn(3, 5, 10)
+    parts = list(torch.split(whole, [4, 4, 2], -1))
+    assert side_by_side(parts).data_ptr() == whole.data_ptr()
+    assert torch.equal(side_by_side(parts), whole)
+    for other in ([parts[1], parts[0], parts[2]], parts[:2], [parts[0], parts[1].clone(), parts[2]]):
+        assert torch.equal(side_by_side(other), torch.cat(other, -1))
+    assert torch.equal(side_by_side(parts[1:2]), parts[1])
 
 
 def test_a_copy_stands_for_itself():

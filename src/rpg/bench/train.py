@@ -11,6 +11,7 @@ import torch
 
 from ..costs.operations import Ceilings, Operations
 from ..kernels.fused import fuse
+from ..kernels.merged import merge
 from ..models.policy import Policy
 from ..run.config import Config, OptimConfig, RolloutConfig
 from ..run.folder import RunFolder
@@ -86,6 +87,7 @@ def _seconds(model: Any, sizes: Sizes, recompute: bool) -> float:
     optim = OptimConfig(lr=1e-9, warmup=0, schedule="constant", minibatches=1, recompute=recompute)
     config = Config(steps=10**6, device=sizes.device, rollout=rollout, optim=optim)
     fuse(model)  # as the engine of a run does
+    merge(model)
     policy = Policy(model, make_tokenizer(vocabulary(model)))
     optimizer = make_optimizer(policy.parameters(), optim)
     batch = make_batch(policy, sizes)

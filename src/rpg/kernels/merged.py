@@ -1,10 +1,11 @@
-"""Fewer products and additions in a decoding step. Within ``merging()``, in a model that went through ``merge``:
+"""Fewer products and additions, in a model that went through ``merge``:
 
 - projections of one input are one product: query, key and value; gate and up. Their weights are laid side by side in
-  one storage, each parameter a part of it: the same parameters, no copy;
-- the residual is added by the product before it, in place: x + o_proj(…), x + down_proj(…).
+  one storage, each parameter a part of it: the same parameters, no copy. On a GPU always, with gradients or without;
+- within ``merging()``, a decoding step, the residual is added by the product before it, in place: x + o_proj(…),
+  x + down_proj(…).
 
-Elsewhere the model computes as ever, so that log-probabilities with and without gradients are the same bits.
+Elsewhere the model computes as ever: log-probabilities with and without gradients are the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+JOINT_ON = {"cuda"}  # devices on which projections are one product outside of decoding too
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}  # parts of a layer that can add so
 
 _merging: list[None] = []
@@ -92,7 +94,8 @@ class MergedProjections:
     def __call__(self, i: int, x: Tensor) -> Tensor:
         layer = self.layers[i]
         held, self.held = self.held, None
-        if not _merging:
+        kind = x.device.type
+        if not _merging and (kind not in JOINT_ON or torch.is_autocast_enabled(kind)):
             return nn.functional.linear(x, layer.weight, layer.bias)
         if i > 0:
             if held is None or held[0] is not x:
@@ -103,9 +106,13 @@ class MergedProjections:
         whole = self.whole()
         if whole is None:
             return nn.functional.linear(x, layer.weight, layer.bias)
-        out = nn.functional.linear(x, *whole)
-        self.held = x, torch.split(out, [len(other.weight) for other in self.layers], -1)
-        return self.held[1][0]
+        parameters = [p for p in (*(y.weight for y in self.layers), *(y.bias for y in self.layers)) if p is not None]
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters)):
+            parts = _Joint.apply(x, *whole, len(self.layers), *parameters)  # type: ignore[no-untyped-call]
+        else:
+            parts = torch.split(nn.functional.linear(x, *whole), [len(y.weight) for y in self.layers], -1)
+        self.held = x, parts
+        return parts[0]  # type: ignore[no-any-return]
 
     def whole(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of all layers. None: of a copy of the model, or moved since."""
@@ -121,6 +128,42 @@ def _whole(parameters: list[Any]) -> Tensor:
     rows = sum(len(p) for p in parameters)
     whole: Tensor = first.as_strided((rows, *first.shape[1:]), first.stride())
     return whole
+
+
+class _Joint(torch.autograd.Function):
+    """Projections of one input by their joint weight and bias; what is returned are parts of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_KH: Tensor, bias_K: Tensor | None, count: int, *parameters: Tensor) -> Any:
+        ctx.save_for_backward(x, weight_KH)
+        ctx.sizes, ctx.biased = [len(p) for p in parameters[:count]], bias_K is not None
+        return torch.split(nn.functional.linear(x, weight_KH, bias_K), ctx.sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        x, weight_KH = ctx.saved_tensors
+        sizes, (needs_x, _, _, _, *needs) = ctx.sizes, ctx.needs_input_grad
+        zeros = (x.new_zeros(*x.shape[:-1], size) if d is None else d for d, size in zip(grads, sizes, strict=True))
+        d_NK, x_NH = side_by_side(list(zeros)).flatten(0, -2), x.flatten(0, -2)
+        d_x = (d_NK @ weight_KH).view(x.shape) if needs_x else None
+        found: list[Tensor | None] = [None] * len(needs)
+        if any(needs[: len(sizes)]):
+            found[: len(sizes)] = torch.split(d_NK.t() @ x_NH, sizes)
+        if ctx.biased and any(needs[len(sizes) :]):
+            found[len(sizes) :] = torch.split(d_NK.sum(0), sizes)
+        return d_x, None, None, None, *(d if need else None for d, need in zip(found, needs, strict=True))
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """Joined over the last dimension; no copy where they lie so in one storage."""
+    first, width = parts[0], sum(x.shape[-1] for x in parts)
+    place, strides = first.data_ptr(), first.stride()
+    for x in parts:
+        one = x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and x.data_ptr() == place
+        if not one or x.dim() < 2 or x.stride() != strides or x.stride(-1) != 1 or x.stride(-2) != width:
+            return torch.cat(parts, -1)
+        place += x.shape[-1] * x.element_size()
+    return first.as_strided((*first.shape[:-1], width), strides)
 
 
 def _forward_of_group(self: Any, input: Tensor) -> Tensor:

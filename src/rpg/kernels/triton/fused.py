@@ -112,6 +112,7 @@ def _act_mul_backward(
     cols,
     gate_row,
     up_row,
+    out_row,
     KIND: tl.constexpr,
     PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -127,8 +128,9 @@ def _act_mul_backward(
     up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
     act, slope = _activation(gate, KIND)
     act = act.to(dtype).to(tl.float32)
-    tl.store(dgate_ptr + at, (d * up * slope).to(dtype), mask=mask)
-    tl.store(dup_ptr + at, (d * act).to(dtype), mask=mask)
+    out = row * out_row + col
+    tl.store(dgate_ptr + out, (d * up * slope).to(dtype), mask=mask)
+    tl.store(dup_ptr + out, (d * act).to(dtype), mask=mask)
     if PRODUCT:
         tl.store(d_ptr + at, (act * up).to(dtype), mask=mask)
 
@@ -310,14 +312,23 @@ def act_mul(gate: Tensor, up: Tensor, kind: int, block: int = BLOCK, warps: int 
 def act_mul_backward(
     d: Tensor, gate: Tensor, up: Tensor, kind: int, product: bool, block: int = BLOCK, warps: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up from that of their product, `d`, contiguous. `product`: it is written over d."""
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty_like(dgate)
+    """Gradients of gate and up from that of their product, `d`, contiguous. `product`: it is written over d.
+
+    Where gate and up are rows apart, as halves of one tensor are, so are their gradients: halves of one tensor.
+    """
+    shape = gate.shape
     gate, up, rows, cols, gate_row, up_row = _rows(gate, up)
+    halved = gate_row > 0
+    like = {"dtype": gate.dtype, "device": gate.device}
+    if halved:
+        dgate, dup = torch.empty(*shape[:-1], 2 * cols, **like).chunk(2, -1)
+    else:
+        dgate, dup = torch.empty(2, *shape, **like)
     with _on(gate):
         _act_mul_backward[(rows * triton.cdiv(cols, block),)](
-            d, gate, up, dgate, dup, cols, gate_row, up_row, kind, product, block, num_warps=warps or _warps(block)
-        )
+            d, gate, up, dgate, dup, cols, gate_row, up_row, 2 * cols if halved else cols, kind, product, block,
+            num_warps=warps or _warps(block),
+        )  # fmt: skip
     return dgate, dup
 
 
