@@ -160,24 +160,3 @@ def test_gradients_of_many_copies_are_summed_in_single_precision():
     assert sums.dtypes == [torch.float32]
     assert x.grad[0].item() == copies
     assert torch.equal(x.grad[1:], torch.ones_like(x.grad[1:]))
-
-
-@pytest.mark.parametrize("how", [attend, by_sequence])
-def test_a_pack_that_is_filled_up_gives_and_learns_the_same(how):
-    plain, filled = packing(shared=True), pack(*layout(), LAYOUT, SHARED[True], multiple=16)
-    size = len(plain.token_N)
-    assert size % 16
-    assert len(filled.token_N) == -(-size // 16) * 16
-    for name in ("state_R", "target_R", "place_R"):
-        assert torch.equal(getattr(plain, name), getattr(filled, name))
-    results = []
-    for about in (plain, filled):
-        inputs, upstream = tensors(len(filled.token_N))
-        inputs = [x[: len(about.token_N)].detach().requires_grad_() for x in inputs]
-        found = attend(*inputs, about, 0.3) if how is attend else how(*inputs, about, None)
-        found[about.state_R].backward(upstream[about.state_R])
-        results.append([found[about.state_R], *(x.grad[:size] for x in inputs)])
-        assert all(not x.grad[size:].any() for x in inputs)
-    for one, other in zip(*results, strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
-    assert len(pack(*layout(), LAYOUT, SHARED[True], multiple=size).token_N) == size

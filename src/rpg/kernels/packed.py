@@ -45,11 +45,10 @@ class Packing:
         return self.cache[name]
 
 
-def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None, multiple: int = 1) -> Packing:
+def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing:
     """Of sequences [B, width] padded on the right: the response of row b begins at start_B[b], mask_BT is true on it.
 
     Rows with the same prompt number have the same prompt. A response's last token predicts nothing and is left out.
-    The pack is filled up to a ``multiple`` of tokens by a sequence that nobody reads.
     All indices are made on the CPU: one copy comes from the device, one goes there.
     """
     number_B = torch.arange(len(start_B), device=start_B.device) if prompt_B is None else prompt_B
@@ -82,13 +81,6 @@ def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None =
         target.append(where[:shared])
         query_ends.append(begin + len(run))
         key_ends.append(key_begin + len(where))
-    if rest := -query_ends[-1] % multiple:
-        token.append(np.zeros(rest, np.int64))
-        position.append(np.arange(rest))
-        key.append(query_ends[-1] + position[-1])
-        own.append(key_ends[-1] + position[-1])
-        query_ends.append(query_ends[-1] + rest)
-        key_ends.append(key_ends[-1] + rest)
     row, t_R = mask.nonzero()
     place, counted = row * mask.shape[1] + t_R, row * width + about[row, 0] + t_R
     arrays = [*map(np.concatenate, (token, position, state)), counted, place]

@@ -26,7 +26,6 @@ OF_TOKENIZER = (  # what apply_chat_template takes for itself
     *("add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens", "tokenizer_kwargs"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
 )
-FILLED_TO = 512  # tokens of a pack on a GPU: sizes that come again need no new memory and no new choice of kernels
 CHUNK_ELEMENTS = 2**25  # logits held at once where the head is not linear
 
 
@@ -196,8 +195,7 @@ class Policy:
 
     def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
         """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
-        multiple = FILLED_TO if mask_BT.is_cuda else 1
-        return pack(start_B, mask_BT, width, prompt_B, multiple) if self.packs else None
+        return pack(start_B, mask_BT, width, prompt_B) if self.packs else None
 
     def score(
         self,
