@@ -5,12 +5,17 @@ neither need be contiguous, or as long as it may become. A program takes one row
 share every key it loads; it walks the blocks of the prompt and of the response that the row has, and no others. Where
 that leaves the chip idle, several programs share a row's blocks (flash-decoding,
 https://pytorch.org/blog/flash-decoding) and a second kernel merges what they found.
+
+Where neighbouring rows are samples of one prompt, a kernel of its own can read it once for all of them (Hydragen,
+https://arxiv.org/abs/2402.05099): a softmax over a row's tokens is put together from one over its prompt and one over
+its response. The rows' own programs then begin from what it left.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +30,15 @@ FP8_MOST = 448.0  # the largest number that it has
 LEAST_SCALE = 1e-12
 # tokens of a block, warps, stages: by the width of a head and the bits of a key, from a sweep on an H200
 TUNED = {(64, 16): (32, 1, 4), (128, 16): (64, 4, 3), (64, 8): (64, 2, 3), (128, 8): (64, 2, 3)}
+# tokens of a block, warps, stages of the kernel that reads prompts for several rows: not tuned yet
+PROMPT_TUNED = (64, 4, 3)
+MATRIX = 64  # query heads of a program of it, of all its rows
+FEW_PROGRAMS = 132  # of it: with fewer, several share a prompt's blocks, LEAST_BLOCKS each
+LEAST_BLOCKS = 4
+LEAST_SAMPLES = 4  # of a prompt, for it to be read once for all of them
+# What rows would read again of their prompts, a layer, for that to pay. A launch, the walk of one program and what is
+# handed over take about 8 µs; tokens that are read again come at 2 to 3 TB/s: an estimate, not a measurement.
+AGAIN_BYTES = 20e6
 WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
 
 
@@ -89,6 +103,11 @@ class LayerCache:
         return self.keys_CGTD.shape[2]
 
     @property
+    def token_bytes(self) -> int:
+        """Of one token's keys and values."""
+        return sum(part[0].nbytes for part in self.parts) // self.page
+
+    @property
     def parts(self) -> list[Tensor]:
         """All tensors, a page the first index; as bytes, which can be indexed in any dtype."""
         parts = self.keys_CGTD, self.values_CGTD, self.key_scale_CGT, self.value_scale_CGT
@@ -146,6 +165,7 @@ def decode_attention(
     scaling: float,
     window: int | None = None,
     unfinished: Unfinished | None = None,
+    samples: int = 1,
 ) -> Tensor:
     """softmax(scaling · q·K) V [A,H,D]; the new keys and values are written into the row's page at ``length_A``.
 
@@ -153,11 +173,13 @@ def decode_attention(
     the last ``window``. ``prompt_page_QM`` and ``page_SR`` name the pages of prompts and slots in the order of their
     tokens. A row with ``length_A < 0`` is dead: zeros, nothing read or written, its indices may be anything. No two
     live rows share a slot, no two slots a page. On CUDA only kernels look at the values of the indices (int32): graphs.
-    ``unfinished``: what is to be done to queries and keys before.
+    ``unfinished``: what is to be done to queries and keys before. ``samples`` > 1: about so many neighbouring rows have
+    one prompt, which is then read for all of them at once; it is right for rows in any order.
     """
     pages, indices = (prompt_page_QM, page_SR), (prompt_A, prompt_length_A, slot_A, length_A)
     if has_triton(query_AHD):
-        return launch(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window, unfinished)
+        settings: Any = {"samples": samples}
+        return launch(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window, unfinished, **settings)
     return reference(query_AHD, key_AGD, value_AGD, cache, *pages, *indices, scaling, window, unfinished)
 
 
@@ -166,6 +188,36 @@ def splits_for(rows: int, capacity: int, block: int) -> int:
     if rows >= PROGRAMS:
         return 1
     return max(1, min(-(-2 * PROGRAMS // rows), -(-capacity // block), 64))
+
+
+def shared_samples(n: int, rows: int, prompt: float, token_bytes: int) -> int:
+    """``samples`` for a step of so many rows, n of each prompt of so many tokens: 1 where sharing would not pay."""
+    again = rows * (1 - 1 / n) * prompt * token_bytes
+    return n if n >= LEAST_SAMPLES and again >= AGAIN_BYTES else 1
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """Of the kernel that reads prompts for several rows. ``early``: the next kernel begins while it is at work, and
+    waits for it only when it has walked the rows' own blocks; Hopper chips and later can do that."""
+
+    rows: int  # of a program
+    block: int = PROMPT_TUNED[0]
+    warps: int = PROMPT_TUNED[1]
+    stages: int = PROMPT_TUNED[2]
+    splits: int = 1
+    early: bool = False
+
+    @classmethod
+    def tuned(cls, samples: int, rows: int, heads: int, key_heads: int, capacity: int) -> PromptSettings:
+        """For prompts of at most ``capacity`` tokens."""
+        most = min(samples, max(1, MATRIX * key_heads // heads))
+        tile = 1 << (most.bit_length() - 1)
+        programs, blocks = -(-rows // tile) * key_heads, -(-capacity // PROMPT_TUNED[0])
+        splits = 1
+        if programs < FEW_PROGRAMS:
+            splits = max(1, min(-(-2 * FEW_PROGRAMS // programs), blocks // LEAST_BLOCKS, 8))
+        return cls(tile, splits=splits)
 
 
 def launch(
@@ -186,15 +238,22 @@ def launch(
     block: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
+    key_heads: int = 1,
+    late: bool = False,
+    samples: int = 1,
+    prompts: PromptSettings | None = None,
 ) -> Tensor:
-    """decode_attention by the kernels, with their settings."""
-    from .triton.decode import attend, merge
+    """decode_attention by the kernels, with their settings. ``key_heads`` of a program; ``late``: the new token is made
+    after the blocks were walked, so that their loads begin earlier; ``prompts``: also where ``samples`` are few."""
+    from .triton.decode import attend, attend_prompts, merge
 
     keys, values = cache.keys_CGTD, cache.values_CGTD
     A, H, D = query_AHD.shape
-    G, capacity = keys.shape[1], (prompt_page_QM.shape[1] + page_SR.shape[1]) * cache.page
+    G, page = keys.shape[1], cache.page
     if H % G or H // G > HEADS:
         raise ValueError(f"query heads must be 1 to {HEADS} for each key head; got {H} for {G}")
+    if G % key_heads or H // G * key_heads > HEADS or key_heads & (key_heads - 1):
+        raise ValueError(f"{key_heads} key heads of {H // G} query heads each do not fit a program")
     if keys.shape != values.shape:
         raise ValueError("keys and values must have the same shape")
     if not (keys.is_contiguous() and values.is_contiguous()):
@@ -212,38 +271,57 @@ def launch(
     tuned = TUNED.get(
         (width, 8 * keys.element_size()), (max(16, min(64, 16384 // (width * keys.element_size()))), 4, 3)
     )
-    block, warps, stages = min(block or tuned[0], cache.page), warps or tuned[1], stages or tuned[2]
-    if cache.page % block:
-        raise ValueError(f"a page of {cache.page} tokens is no multiple of a block of {block}")
+    block, warps, stages = min(block or tuned[0], page), warps or tuned[1], stages or tuned[2]
+    if prompts is None and samples > 1:
+        prompts = PromptSettings.tuned(samples, A, H, G, prompt_page_QM.shape[1] * page)
+    prompt_block, parts = (block, 0) if prompts is None else (min(prompts.block, page), prompts.splits)
+    if page % block or page % prompt_block:
+        raise ValueError(f"a page of {page} tokens is no multiple of blocks of {block} and {prompt_block}")
     if splits is None:
-        splits = splits_for(A * G, capacity, block)
-    part_AHND, top_AHN, mass_AHN = output_AHD, output_AHD, output_AHD  # unused with one split
-    if splits > 1:
-        part_AHND = torch.empty((A, H, splits, D), dtype=torch.float32, device=query_AHD.device)
-        top_AHN, mass_AHN = torch.empty((2, A, H, splits), dtype=torch.float32, device=query_AHD.device)
+        capacity = (page_SR.shape[1] + (prompt_page_QM.shape[1] if prompts is None else 0)) * page
+        splits = splits_for(A * G // key_heads, capacity, block)
+    count = parts + (splits if splits > 1 else 0)
+    part_AHND, top_AHN, mass_AHN = output_AHD, output_AHD, output_AHD  # unused where a program has it all
+    if count:
+        part_AHND = torch.empty((A, H, count, D), dtype=torch.float32, device=query_AHD.device)
+        top_AHN, mass_AHN = torch.empty((2, A, H, count), dtype=torch.float32, device=query_AHD.device)
+    early = prompts is not None and prompts.early and splits == 1 and nvidia(query_AHD)
     scales = (cache.key_scale_CGT, cache.value_scale_CGT) if scaled else (keys, values)  # unused with 16 bits
     pairs = (x.view(torch.uint8).view(torch.int16) if scaled else x for x in (keys, values))
+    caches = keys, values, *pairs, *scales
     unfinished = unfinished or Unfinished()
     cos_AD, sin_AD = unfinished.angles or (query_AHD, query_AHD)
     if cos_AD.stride() != sin_AD.stride() or cos_AD.stride(-1) != 1:
         cos_AD, sin_AD = cos_AD.contiguous(), sin_AD.contiguous()
     angle_a = cos_AD.stride(0) if len(cos_AD) > 1 else 0
-    attend[(A, G, splits)](
-        query_AHD, key_AGD, value_AGD, keys, values, *pairs, *scales,
-        cos_AD, sin_AD, *(unfinished.weights or (query_AHD, query_AHD)), unfinished.eps,
+    query_norm, key_norm = unfinished.weights or (query_AHD, query_AHD)
+    scale, precision = scaling * math.log2(math.e), "ieee" if keys.dtype == torch.float32 else "tf32"
+    todo = unfinished.weights is not None, int(unfinished.offset), unfinished.rounds, unfinished.angles is not None
+    if prompts is not None:
+        attend_prompts[(-(-A // prompts.rows), G, parts)](
+            query_AHD, *caches, cos_AD, sin_AD, query_norm, unfinished.eps,
+            prompt_page_QM, prompt_A, prompt_length_A, length_A, part_AHND, top_AHN, mass_AHN, scale, window or 0,
+            query_AHD.stride(0), query_AHD.stride(1), angle_a, prompt_page_QM.stride(0), A, H,
+            parts, count, count - parts,
+            G, H // G, prompts.rows, max(16, next_power_of_2(prompts.rows * H // G)), D, width, page, prompt_block,
+            window is not None, precision, scaled, scaled and nvidia(query_AHD), *todo, early,
+            num_warps=prompts.warps, num_stages=prompts.stages,
+        )  # fmt: skip
+    attend[(A, G // key_heads, splits)](
+        query_AHD, key_AGD, value_AGD, *caches, cos_AD, sin_AD, query_norm, key_norm, unfinished.eps,
         prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A,
-        output_AHD, part_AHND, top_AHN, mass_AHN, scaling * math.log2(math.e), window or 0,
+        output_AHD, part_AHND, top_AHN, mass_AHN, scale, window or 0,
         query_AHD.stride(0), query_AHD.stride(1), key_AGD.stride(0), key_AGD.stride(1),
-        value_AGD.stride(0), value_AGD.stride(1), angle_a, prompt_page_QM.stride(0), page_SR.stride(0), H, splits,
-        G, H // G, HEADS, D, width, cache.page, block, splits > 1, window is not None,
-        "ieee" if keys.dtype == torch.float32 else "tf32", scaled, scaled and nvidia(query_AHD), FP8_MOST, LEAST_SCALE,
-        unfinished.weights is not None, int(unfinished.offset), unfinished.rounds, unfinished.angles is not None,
-        num_warps=warps, num_stages=stages,
+        value_AGD.stride(0), value_AGD.stride(1), angle_a, prompt_page_QM.stride(0), page_SR.stride(0),
+        H, splits, parts,
+        G, H // G, key_heads, HEADS, D, width, page, block, splits > 1, window is not None, precision,
+        scaled, scaled and nvidia(query_AHD), FP8_MOST, LEAST_SCALE, *todo, prompts is not None, late, early,
+        num_warps=warps, num_stages=stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     if splits > 1:
         merge[(A, H)](
             part_AHND, top_AHN, mass_AHN, length_A, output_AHD,
-            H, splits, next_power_of_2(splits), D, width, num_warps=1,
+            H, count, next_power_of_2(count), D, width, num_warps=1,
         )  # fmt: skip
     return output_AHD
 

@@ -99,8 +99,9 @@ class GraphBatch:
         self._take_pages(count)
         rows = min(buckets(len(self.live)), self.buffers.slots)
         self.steps, self.row_steps = self.steps + count, self.row_steps + count * len(self.live)
+        prompt = sum(map(len, self.prompts)) / len(self.prompts)
         for _ in range(count):
-            self.decoder.step(rows, self.sampling)
+            self.decoder.step(rows, self.sampling, self.n, prompt)
         self.age = [age + count for age in self.age]
         self._look()
 

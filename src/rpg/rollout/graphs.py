@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..console import first_line
-from ..kernels.decode import PAGE
+from ..kernels.decode import PAGE, shared_samples
 from ..kernels.logp import head_logits
 from ..kernels.packed import Packing, pack
 from ..kernels.sample import fused_sample
@@ -28,7 +28,8 @@ from .slots import Slots
 
 ROOM = 64  # capacities are multiples of this, so that a slightly longer prompt needs no new graphs
 MOST_GRAPHS = 64
-Kind = tuple[int, tuple[float, float, int, float], bool]  # of a step: rows, sampling, whether kept sets are written
+# of a step: rows, sampling, whether kept sets are written, samples whose prompt is read for all of them at once
+Kind = tuple[int, tuple[float, float, int, float], bool, int]
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,18 @@ class GraphDecoder:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, rows: int, sampling: Sampling) -> None:
-        """One more token for the first ``rows`` rows, the dead among them aside."""
-        key = rows, sampling.how, sampling.gives_kept
+    def step(self, rows: int, sampling: Sampling, n: int = 1, prompt: float = 0.0) -> None:
+        """One more token for the first ``rows`` rows, the dead among them aside. About n neighbours have one prompt, of
+        ``prompt`` tokens."""
+        assert self.buffers is not None
+        layers = self.buffers.layers
+        samples = shared_samples(n, rows, prompt, layers[0].token_bytes) if layers else 1
+        key = rows, sampling.how, sampling.gives_kept, samples
         if key in self.graphs:
             self.graphs[key].replay()
             return
-        self._decode(
-            rows, sampling
-        )  # the first step of its kind is an ordinary one, which also warms up what is captured
+        # the first step of its kind is an ordinary one, which also warms up what is captured
+        self._decode(rows, sampling, samples)
         if self.capture:
             self._record(key, sampling)
 
@@ -114,7 +118,7 @@ class GraphDecoder:
         pool = self.pool or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=pool):
-                self._decode(key[0], sampling)
+                self._decode(key[0], sampling, key[3])
         except torch.OutOfMemoryError:
             _leave(stream, pool)
             raise
@@ -128,10 +132,10 @@ class GraphDecoder:
             self.graphs.pop(next(iter(self.graphs)))
         self.graphs[key] = graph
 
-    def _decode(self, rows: int, sampling: Sampling) -> None:
+    def _decode(self, rows: int, sampling: Sampling, samples: int) -> None:
         b = self.buffers
         assert b is not None
-        b.state_5A = b.state_5S[:, :rows]
+        b.state_5A, b.samples = b.state_5S[:, :rows], samples
         ids, position, uniform = begin_step(b.state_5A, b.uniform_SR)
         kept = b.pool(b.state_5A, sampling)
         token, logp = fused_sample(self._logits(ids, position), uniform, *sampling.how, kept)

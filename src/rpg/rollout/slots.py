@@ -44,6 +44,7 @@ class Slots:
         self.ends_E = torch.full((END_ROOM,), -1, dtype=torch.int64, device=device)
         self.kept: KeptPool | None = None  # where kept sets go, once they were asked for
         self.state_5A = self.state_5S  # of the step in progress
+        self.samples = 1  # of the step in progress: neighbouring rows whose prompt is read for all of them at once
         self.reading: Packing | None = None
         self.page_N = self.place_N = self.limit_1  # where the tokens that are read go
 
@@ -97,6 +98,7 @@ class Slots:
             query_AHD.shape[2] ** -0.5 if scaling is None else scaling,
             window,
             unfinished,
+            self.samples,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -72,21 +72,99 @@ def finished(
 
 
 @triton.jit
+def joined(top_H, mass_H, sum_HD, other_top_H, other_mass_H, other_sum_HD):
+    """Two parts of a softmax as one. Either may be empty: its top is -inf."""
+    new_H = tl.maximum(top_H, other_top_H)
+    base_H = tl.where(new_H == float("-inf"), 0.0, new_H)
+    keep_H, add_H = tl.exp2(top_H - base_H), tl.exp2(other_top_H - base_H)
+    mass_H = mass_H * keep_H + other_mass_H * add_H
+    return new_H, mass_H, sum_HD * keep_H[:, None] + other_sum_HD * add_H[:, None]
+
+
+@triton.jit
+def with_prompt(top_H, mass_H, sum_HD, part, top, mass, row_H, taken_H, parts, D: tl.constexpr, WIDTH: tl.constexpr):
+    """And what attend_prompts has left for these heads."""
+    at = tl.arange(0, WIDTH)
+    for i in range(parts):
+        place_H = row_H * parts + i
+        top_i_H = tl.load(top + place_H, mask=taken_H, other=float("-inf"))
+        mass_i_H = tl.load(mass + place_H, mask=taken_H, other=0.0)
+        there_HD = taken_H[:, None] & (at < D)[None, :]
+        sum_i_HD = tl.load(part + place_H[:, None] * D + at[None, :], mask=there_HD, other=0.0)
+        top_H, mass_H, sum_HD = joined(top_H, mass_H, sum_HD, top_i_H, mass_i_H, sum_i_HD)
+    return top_H, mass_H, sum_HD
+
+
+@triton.jit
+def new_token(
+    q_HD, key_ptr, value_ptr, keys, values, key_scale, value_scale, key_norm, cos_1D, sin_1D, eps,
+    page, place, g, first, key_g, value_g,
+    G: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, PAIRS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+    dtype: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """Its key and value go into the cache. What each query head makes of it: a product, and the value."""
+    at, one = tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    wide = at < D
+    taken = wide[None, :] & first
+    partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
+    key_ptr += one[:, None] * key_g
+    k_KD = tl.load(key_ptr + at[None, :], mask=taken, other=0.0).to(tl.float32)
+    v_KD = tl.load(value_ptr + one[:, None] * value_g + at[None, :], mask=taken, other=0.0).to(tl.float32)
+    other_k_KD = k_KD
+    if ROTARY:
+        other_k_KD = tl.load(key_ptr + partner[None, :], mask=taken, other=0.0).to(tl.float32)
+    weight, other_weight = 1.0, 1.0
+    if NORM:
+        weight = tl.load(key_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+        other_weight = tl.load(key_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
+    k_KD = finished(
+        k_KD, other_k_KD, weight, other_weight, cos_1D, sin_1D, eps, dtype, D, NORM, OFFSET, ROUND, ROTARY
+    )  # fmt: skip
+    end_K = (page * G + g + one) * PAGE + place
+    k_scale_K, v_scale_K = tl.full([KEYS], 1.0, tl.float32), tl.full([KEYS], 1.0, tl.float32)
+    if PAIRS:
+        k_scale_K = tl.maximum(tl.max(tl.abs(k_KD), 1) / MOST, LEAST)
+        v_scale_K = tl.maximum(tl.max(tl.abs(v_KD), 1) / MOST, LEAST)
+        tl.store(key_scale + end_K, k_scale_K, mask=first & (one < KEYS))
+        tl.store(value_scale + end_K, v_scale_K, mask=first & (one < KEYS))
+        k_KD, v_KD = k_KD / k_scale_K[:, None], v_KD / v_scale_K[:, None]
+    k_KD, v_KD = k_KD.to(keys.dtype.element_ty), v_KD.to(keys.dtype.element_ty)
+    tl.store(keys + end_K[:, None] * D + at[None, :], k_KD, mask=taken)
+    tl.store(values + end_K[:, None] * D + at[None, :], v_KD, mask=taken)
+    k_KD, v_KD = k_KD.to(tl.float32) * k_scale_K[:, None], v_KD.to(tl.float32) * v_scale_K[:, None]
+    if KEYS == 1:
+        k_HD, v_HD = k_KD, tl.zeros([HEADS, WIDTH], tl.float32) + v_KD
+    else:
+        of_H = tl.minimum(tl.arange(0, HEADS) // GROUP, KEYS - 1)
+        mine_HK1 = (of_H[:, None] == one[None, :])[:, :, None]
+        k_HD = tl.sum(tl.where(mine_HK1, k_KD[None, :, :], 0.0), 1)
+        v_HD = tl.sum(tl.where(mine_HK1, v_KD[None, :, :], 0.0), 1)
+    return tl.sum(q_HD.to(tl.float32) * k_HD, 1), v_HD
+
+
+@triton.jit
 def attend(
     query, key, value, keys, values, key_pairs, value_pairs, key_scale, value_scale,
     cos, sin, query_norm, key_norm, eps,
     prompt_pages, own_pages, prompt_A, prompt_length_A, slot_A, length_A,
     output, part, top, mass, scale, window,
     query_a, query_h, key_a, key_g, value_a, value_g, angle_a, prompt_pages_q, own_pages_s,
-    H, splits,
-    G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+    H, splits, parts,
+    G: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr,
+    SHARED: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """PAIRS: keys and values have 8 bits. They are read in pairs, 16 bits, which the matrix units' loads take; so what
-    is summed over them is in two halves, of even and of odd numbers."""
-    a, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    is summed over them is in two halves, of even and of odd numbers.
+
+    KEYS: key heads of a program; their tokens lie one after another in its blocks, and a query head sees those of its
+    own. LATE: the new token comes last, so that the blocks are asked for before it is made. SHARED: the prompts' part
+    is attend_prompts', EARLY: which may still be at work.
+    """
+    a, g, split = tl.program_id(0), tl.program_id(1) * KEYS, tl.program_id(2)
     own = tl.load(length_A + a)
     live = own >= 0
     own = tl.maximum(own, 0)
@@ -98,6 +176,8 @@ def attend(
         low = tl.maximum(shared + own + 1 - window, 0)
     low_own = tl.maximum(low - shared, 0)
     prompt_blocks, blocks = own_blocks_of(shared, own, low, low_own, BLOCK)
+    if SHARED:
+        prompt_blocks, blocks = 0, blocks - prompt_blocks
     start, stop = blocks * split // splits, blocks * (split + 1) // splits
     page = page_of(start, stop, prompt_blocks, low, low_own, prompt_pages, own_pages, PAGE, BLOCK)
     first = live & (split == 0)
@@ -105,73 +185,67 @@ def attend(
 
     head, at = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     wide = at < D
-    taken = (head < GROUP)[:, None] & wide[None, :] & live
+    there_H = head < KEYS * GROUP
+    taken_H = there_H & live
+    asked_H, asked = taken_H, wide & live
+    if LATE:  # without waiting for the row's length: a dead row's query is there too
+        asked_H, asked = there_H, wide
     a = a.to(tl.int64)
+    row_H = a * H + g * GROUP + head
     query_ptr = query + a * query_a + (g * GROUP + head)[:, None] * query_h
-    key_ptr = key + a * key_a + g * key_g
-    q_HD = tl.load(query_ptr + at[None, :], mask=taken, other=0.0).to(tl.float32)
-    k_1D = tl.load(key_ptr + at, mask=wide & first, other=0.0).to(tl.float32)[None, :]
-    v_D = tl.load(value + a * value_a + g * value_g + at, mask=wide & first, other=0.0)
+    q_HD = tl.load(query_ptr + at[None, :], mask=asked_H[:, None] & wide[None, :], other=0.0).to(tl.float32)
 
-    # what is still to be done to queries and keys
+    # what is still to be done to queries
     partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
-    other_q_HD, other_k_1D, cos_1D, sin_1D = q_HD, k_1D, 1.0, 0.0
+    other_q_HD, cos_1D, sin_1D = q_HD, 1.0, 0.0
     if ROTARY:
-        other_q_HD = tl.load(query_ptr + partner[None, :], mask=taken, other=0.0).to(tl.float32)
-        other_k_1D = tl.load(key_ptr + partner, mask=wide & first, other=0.0).to(tl.float32)[None, :]
-        cos_1D = tl.load(cos + a * angle_a + at, mask=wide & live, other=0.0).to(tl.float32)[None, :]
-        sin_D = tl.load(sin + a * angle_a + at, mask=wide & live, other=0.0).to(tl.float32)
+        other_q_HD = tl.load(query_ptr + partner[None, :], mask=asked_H[:, None] & wide[None, :], other=0.0)
+        other_q_HD = other_q_HD.to(tl.float32)
+        cos_1D = tl.load(cos + a * angle_a + at, mask=asked, other=0.0).to(tl.float32)[None, :]
+        sin_D = tl.load(sin + a * angle_a + at, mask=asked, other=0.0).to(tl.float32)
         sin_1D = tl.where(at < D // 2, -sin_D, sin_D)[None, :]
-    q_weight, k_weight, other_q_weight, other_k_weight = 1.0, 1.0, 1.0, 1.0
+    weight, other_weight = 1.0, 1.0
     if NORM:
-        q_weight = tl.load(query_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
-        k_weight = tl.load(key_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
-        other_q_weight = tl.load(query_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
-        other_k_weight = tl.load(key_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(query_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+        other_weight = tl.load(query_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
     q_HD = finished(
-        q_HD, other_q_HD, q_weight, other_q_weight, cos_1D, sin_1D, eps, query.dtype.element_ty,
+        q_HD, other_q_HD, weight, other_weight, cos_1D, sin_1D, eps, query.dtype.element_ty,
         D, NORM, OFFSET, ROUND, ROTARY,
     )  # fmt: skip
-    k_1D = finished(
-        k_1D, other_k_1D, k_weight, other_k_weight, cos_1D, sin_1D, eps, query.dtype.element_ty,
-        D, NORM, OFFSET, ROUND, ROTARY,
-    )  # fmt: skip
-    k_D = tl.reshape(k_1D, [WIDTH])
-
-    # the new token: into the cache, and the first of what the first program sees
-    end = (new_page * G + g) * PAGE + own % PAGE
-    v_D = v_D.to(tl.float32)
-    k_scale, v_scale = 1.0, 1.0
     if PAIRS:
-        q_HD = q_HD.to(tl.float16).to(tl.float32)
-        k_scale = tl.maximum(tl.max(tl.abs(k_D), 0) / MOST, LEAST)
-        v_scale = tl.maximum(tl.max(tl.abs(v_D), 0) / MOST, LEAST)
-        tl.store(key_scale + end, k_scale, mask=first)
-        tl.store(value_scale + end, v_scale, mask=first)
-    else:
-        q_HD = q_HD.to(keys.dtype.element_ty).to(tl.float32)
-    k_D, v_D = (k_D / k_scale).to(keys.dtype.element_ty), (v_D / v_scale).to(keys.dtype.element_ty)
-    tl.store(keys + end * D + at, k_D, mask=wide & first)
-    tl.store(values + end * D + at, v_D, mask=wide & first)
-    new_H = tl.sum(q_HD * k_D.to(tl.float32)[None, :], 1) * (k_scale * scale)
-    top_H = tl.where(split == 0, new_H, float("-inf"))
-    mass_H = tl.where(split == 0, tl.full([HEADS], 1.0, tl.float32), 0.0)
-    sum_HD = tl.zeros([HEADS, WIDTH], tl.float32) + (v_D.to(tl.float32) * v_scale)[None, :]
-    at_pair = tl.arange(0, WIDTH // 2)
-    if PAIRS:
+        q_HD = q_HD.to(tl.float16)
         q_even, q_odd = tl.split(tl.reshape(q_HD, [HEADS, WIDTH // 2, 2]))
-        q_even, q_odd = q_even.to(tl.float16), q_odd.to(tl.float16)
-        sum_even, sum_odd = tl.split(tl.reshape(sum_HD, [HEADS, WIDTH // 2, 2]))
     else:
         q_HD = q_HD.to(keys.dtype.element_ty)
+
+    top_H = tl.full([HEADS], float("-inf"), tl.float32)
+    mass_H = tl.zeros([HEADS], tl.float32)
+    sum_HD = tl.zeros([HEADS, WIDTH], tl.float32)
+    if not LATE:
+        new_H, v_HD = new_token(
+            q_HD, key + a * key_a + g * key_g, value + a * value_a + g * value_g, keys, values, key_scale, value_scale,
+            key_norm, cos_1D, sin_1D, eps, new_page, own % PAGE, g, first, key_g, value_g,
+            G, GROUP, KEYS, HEADS, D, WIDTH, PAGE, PAIRS, MOST, LEAST,
+            query.dtype.element_ty, NORM, OFFSET, ROUND, ROTARY,
+        )  # fmt: skip
+        top_H = tl.where(split == 0, new_H * scale, float("-inf"))
+        mass_H = tl.where(split == 0, tl.full([HEADS], 1.0, tl.float32), 0.0)
+        sum_HD = v_HD
+    if SHARED and not SPLIT and not EARLY:
+        top_H, mass_H, sum_HD = with_prompt(top_H, mass_H, sum_HD, part, top, mass, row_H, taken_H, parts, D, WIDTH)
+    if PAIRS:
+        sum_even, sum_odd = tl.split(tl.reshape(sum_HD, [HEADS, WIDTH // 2, 2]))
+    at_pair, lane = tl.arange(0, WIDTH // 2), tl.arange(0, KEYS * BLOCK)
 
     for i in range(start, stop):
         next_page = page_of(i + 1, stop, prompt_blocks, low, low_own, prompt_pages, own_pages, PAGE, BLOCK)
         begin, inside = begin_of(i, prompt_blocks, low, low_own, BLOCK)
-        token = begin + tl.arange(0, BLOCK)
+        token = begin + lane % BLOCK
         seen = (token >= tl.where(inside, low, low_own)) & (token < tl.where(inside, shared, own))
-        place_B = (page * G + g) * PAGE + begin % PAGE + tl.arange(0, BLOCK)
-        mask = seen[:, None]
+        place_B = (page * G + g + lane // BLOCK) * PAGE + begin % PAGE + lane % BLOCK
+        mask, seen_HB = seen[:, None], seen[None, :]
+        if KEYS > 1:
+            seen_HB = seen_HB & (tl.minimum(head // GROUP, KEYS - 1)[:, None] == (lane // BLOCK)[None, :])
         if PAIRS:
             offset = place_B[:, None] * (D // 2) + at_pair[None, :]
             if D < WIDTH:
@@ -189,8 +263,8 @@ def attend(
             k_BD = tl.load(keys + offset, mask=mask, other=0.0)
             v_BD = tl.load(values + offset, mask=mask, other=0.0)
             logit_HB = tl.dot(q_HD, tl.trans(k_BD), input_precision=PRECISION) * scale
-        logit_HB = tl.where(seen[None, :], logit_HB, float("-inf"))
-        new_H = tl.maximum(top_H, tl.max(logit_HB, 1))
+        logit_HB = tl.where(seen_HB, logit_HB, float("-inf"))
+        new_H = tl.maximum(top_H, tl.max(logit_HB, 1))  # every block has a token in sight
         weight_HB = tl.exp2(logit_HB - new_H[:, None])
         keep_H = tl.exp2(top_H - new_H)
         mass_H = mass_H * keep_H + tl.sum(weight_HB, 1)
@@ -204,16 +278,148 @@ def attend(
 
     if PAIRS:
         sum_HD = tl.reshape(tl.join(sum_even, sum_odd), [HEADS, WIDTH])
-    row_H = a * H + g * GROUP + head
+    if LATE:
+        new_H, v_HD = new_token(
+            q_HD, key + a * key_a + g * key_g, value + a * value_a + g * value_g, keys, values, key_scale, value_scale,
+            key_norm, cos_1D, sin_1D, eps, new_page, own % PAGE, g, first, key_g, value_g,
+            G, GROUP, KEYS, HEADS, D, WIDTH, PAGE, PAIRS, MOST, LEAST,
+            query.dtype.element_ty, NORM, OFFSET, ROUND, ROTARY,
+        )  # fmt: skip
+        new_H = tl.where(split == 0, new_H * scale, float("-inf"))
+        mass_new_H = tl.full([HEADS], 1.0, tl.float32)
+        top_H, mass_H, sum_HD = joined(top_H, mass_H, sum_HD, new_H, mass_new_H, v_HD)
+    if SHARED and not SPLIT and EARLY:
+        tl.extra.cuda.gdc_wait()
+        top_H, mass_H, sum_HD = with_prompt(top_H, mass_H, sum_HD, part, top, mass, row_H, taken_H, parts, D, WIDTH)
     if SPLIT:
-        row_H = row_H * splits + split
-        tl.store(part + row_H[:, None] * D + at[None, :], sum_HD, mask=taken)
-        tl.store(top + row_H, top_H, mask=(head < GROUP) & live)
-        tl.store(mass + row_H, mass_H, mask=(head < GROUP) & live)
+        row_H = row_H * (splits + parts) + split
+        tl.store(part + row_H[:, None] * D + at[None, :], sum_HD, mask=taken_H[:, None] & wide[None, :])
+        tl.store(top + row_H, top_H, mask=taken_H)
+        tl.store(mass + row_H, mass_H, mask=taken_H)
     else:
         sum_HD = tl.where(live, sum_HD / mass_H[:, None], 0.0)
-        there = (head < GROUP)[:, None] & wide[None, :]
-        tl.store(output + row_H[:, None] * D + at[None, :], sum_HD.to(output.dtype.element_ty), mask=there)
+        there_HD = there_H[:, None] & wide[None, :]
+        tl.store(output + row_H[:, None] * D + at[None, :], sum_HD.to(output.dtype.element_ty), mask=there_HD)
+
+
+@triton.jit
+def attend_prompts(
+    query, keys, values, key_pairs, value_pairs, key_scale, value_scale, cos, sin, query_norm, eps,
+    prompt_pages, prompt_A, prompt_length_A, length_A, part, top, mass, scale, window,
+    query_a, query_h, angle_a, prompt_pages_q, A, H, splits, parts, first_part,
+    G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    ROUND: tl.constexpr, ROTARY: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The prompts' part for ROWS rows and a key head: each prompt that any of them has is read once for all that have
+    it. HEADS: query heads of all these rows, filled up. EARLY: the kernel after this one may begin.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_H, at = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    a_H = tile * ROWS + i_H // GROUP
+    live_H = (i_H < ROWS * GROUP) & (a_H < A)
+    own_H = tl.load(length_A + a_H, mask=live_H, other=-1)
+    live_H = live_H & (own_H >= 0)
+    prompt_H = tl.load(prompt_A + a_H, mask=live_H, other=0)
+    shared_H = tl.load(prompt_length_A + a_H, mask=live_H, other=0)
+    low_H = tl.zeros([HEADS], tl.int32)
+    if WINDOW:
+        low_H = tl.maximum(shared_H + own_H + 1 - window, 0)
+    sees_H = live_H & (low_H < shared_H)
+
+    wide = at < D
+    taken = live_H[:, None] & wide[None, :]
+    a_H = a_H.to(tl.int64)
+    head_H = g * GROUP + i_H % GROUP
+    query_ptr = query + (a_H * query_a + head_H * query_h)[:, None]
+    q_HD = tl.load(query_ptr + at[None, :], mask=taken, other=0.0).to(tl.float32)
+    partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
+    other_q_HD, cos_HD, sin_HD = q_HD, 1.0, 0.0
+    if ROTARY:
+        other_q_HD = tl.load(query_ptr + partner[None, :], mask=taken, other=0.0).to(tl.float32)
+        angle = (a_H * angle_a)[:, None] + at[None, :]
+        cos_HD = tl.load(cos + angle, mask=taken, other=0.0).to(tl.float32)
+        sin_HD = tl.load(sin + angle, mask=taken, other=0.0).to(tl.float32)
+        sin_HD = tl.where((at < D // 2)[None, :], -sin_HD, sin_HD)
+    weight, other_weight = 1.0, 1.0
+    if NORM:
+        weight = tl.load(query_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+        other_weight = tl.load(query_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
+    q_HD = finished(
+        q_HD, other_q_HD, weight, other_weight, cos_HD, sin_HD, eps, query.dtype.element_ty,
+        D, NORM, OFFSET, ROUND, ROTARY,
+    )  # fmt: skip
+
+    top_H = tl.full([HEADS], float("-inf"), tl.float32)
+    mass_H = tl.zeros([HEADS], tl.float32)
+    at_pair = tl.arange(0, WIDTH // 2)
+    if PAIRS:
+        q_even, q_odd = tl.split(tl.reshape(q_HD.to(tl.float16), [HEADS, WIDTH // 2, 2]))
+        sum_even = tl.zeros([HEADS, WIDTH // 2], tl.float32)
+        sum_odd = tl.zeros([HEADS, WIDTH // 2], tl.float32)
+    else:
+        q_HD = q_HD.to(keys.dtype.element_ty)
+        sum_HD = tl.zeros([HEADS, WIDTH], tl.float32)
+
+    NONE: tl.constexpr = 2**31 - 1
+    prompt = tl.min(tl.where(sees_H, prompt_H, NONE), 0)
+    while prompt < NONE:
+        mine_H = sees_H & (prompt_H == prompt)
+        low_mine_H, end_mine_H = tl.where(mine_H, low_H, NONE), tl.where(mine_H, shared_H, 0)
+        low, end = tl.min(low_mine_H, 0), tl.max(end_mine_H, 0)
+        first = low // BLOCK
+        blocks = (end + BLOCK - 1) // BLOCK - first
+        start, stop = first + blocks * split // splits, first + blocks * (split + 1) // splits
+        pages = prompt_pages + prompt.to(tl.int64) * prompt_pages_q
+        page = tl.load(pages + start * BLOCK // PAGE, mask=start < stop, other=0).to(tl.int64)
+        for i in range(start, stop):
+            next_page = tl.load(pages + (i + 1) * BLOCK // PAGE, mask=i + 1 < stop, other=0).to(tl.int64)
+            token = i * BLOCK + tl.arange(0, BLOCK)
+            there = token < end
+            seen_HB = (token[None, :] >= low_mine_H[:, None]) & (token[None, :] < end_mine_H[:, None])
+            place_B = (page * G + g) * PAGE + i * BLOCK % PAGE + tl.arange(0, BLOCK)
+            mask = there[:, None]
+            if PAIRS:
+                offset = place_B[:, None] * (D // 2) + at_pair[None, :]
+                if D < WIDTH:
+                    mask = mask & (2 * at_pair < D)[None, :]
+                k_even_BD, k_odd_BD = halves(tl.load(key_pairs + offset, mask=mask, other=0), ASM)
+                v_even_BD, v_odd_BD = halves(tl.load(value_pairs + offset, mask=mask, other=0), ASM)
+                k_scale_B = tl.load(key_scale + place_B, mask=there, other=0.0) * scale
+                v_scale_B = tl.load(value_scale + place_B, mask=there, other=0.0)
+                logit_HB = tl.dot(q_odd, tl.trans(k_odd_BD), tl.dot(q_even, tl.trans(k_even_BD)))
+                logit_HB = logit_HB * k_scale_B[None, :]
+            else:
+                offset = place_B[:, None] * D + at[None, :]
+                if D < WIDTH:
+                    mask = mask & wide[None, :]
+                k_BD = tl.load(keys + offset, mask=mask, other=0.0)
+                v_BD = tl.load(values + offset, mask=mask, other=0.0)
+                logit_HB = tl.dot(q_HD, tl.trans(k_BD), input_precision=PRECISION) * scale
+            logit_HB = tl.where(seen_HB, logit_HB, float("-inf"))
+            new_H = tl.maximum(top_H, tl.max(logit_HB, 1))
+            base_H = tl.where(new_H == float("-inf"), 0.0, new_H)  # rows of other prompts
+            weight_HB = tl.exp2(logit_HB - base_H[:, None])
+            keep_H = tl.exp2(top_H - base_H)
+            mass_H = mass_H * keep_H + tl.sum(weight_HB, 1)
+            if PAIRS:
+                weight_HB = (weight_HB * v_scale_B[None, :]).to(tl.float16)
+                sum_even = tl.dot(weight_HB, v_even_BD, sum_even * keep_H[:, None])
+                sum_odd = tl.dot(weight_HB, v_odd_BD, sum_odd * keep_H[:, None])
+            else:
+                sum_HD = tl.dot(weight_HB.to(v_BD.dtype), v_BD, sum_HD * keep_H[:, None], input_precision=PRECISION)
+            top_H, page = new_H, next_page
+        prompt = tl.min(tl.where(sees_H & (prompt_H > prompt), prompt_H, NONE), 0)
+
+    if PAIRS:
+        sum_HD = tl.reshape(tl.join(sum_even, sum_odd), [HEADS, WIDTH])
+    place_H = (a_H * H + head_H) * parts + first_part + split
+    tl.store(part + place_H[:, None] * D + at[None, :], sum_HD, mask=taken)
+    tl.store(top + place_H, top_H, mask=live_H)
+    tl.store(mass + place_H, mass_H, mask=live_H)
 
 
 @triton.jit
