@@ -5,17 +5,23 @@ import math
 import pytest
 import torch
 
-from kernels import decode_checks
+from kernels import decode_checks, shared_checks
 from kernels.decode_checks import case, double
 from kernels.interpreted import interpreted
 from rpg.kernels.decode import decode_attention, in_8_bits, splits_for
 
 CHECKS = [name for name in vars(decode_checks) if name.startswith("check_")]
+SHARED_CHECKS = [name for name in vars(shared_checks) if name.startswith("check_")]
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_kernels(name):
     assert interpreted("decode_checks", name) == ""
+
+
+@pytest.mark.parametrize("name", SHARED_CHECKS)
+def test_the_kernel_of_prompts(name):
+    assert interpreted("shared_checks", name) == ""
 
 
 def written_out(given, window):
