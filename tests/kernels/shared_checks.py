@@ -223,5 +223,3 @@ def check_mistakes_are_seen() -> None:
         assert refused(check), (old, new)
         decode.attend, decode.attend_prompts, decode.merge = own
     check_tiles_of_any_size()
-
-
