@@ -8,7 +8,7 @@ import torch
 from kernels import decode_checks, shared_checks
 from kernels.decode_checks import case, double
 from kernels.interpreted import interpreted
-from rpg.kernels.decode import decode_attention, in_8_bits, splits_for
+from rpg.kernels.decode import PromptSettings, decode_attention, in_8_bits, shared_samples, splits_for
 
 CHECKS = [name for name in vars(decode_checks) if name.startswith("check_")]
 SHARED_CHECKS = [name for name in vars(shared_checks) if name.startswith("check_")]
@@ -96,3 +96,21 @@ def test_splits_fill_the_chip_and_no_more():
     assert splits_for(2, 130, 64) == 3
     assert splits_for(100, 100_000, 64) == 6
     assert splits_for(1, 10, 64) == 1
+
+
+def test_prompts_are_shared_where_that_saves_much_reading():
+    small, large = 512, 4096  # bytes of a token
+    assert shared_samples(8, 1024, 178, small) == 8
+    assert shared_samples(16, 128, 2048, large) == 16
+    assert shared_samples(8, 64, 178, small) == 1  # few rows
+    assert shared_samples(8, 1024, 10, small) == 1  # short prompts
+    assert shared_samples(1, 4096, 8192, large) == 1
+    assert shared_samples(2, 4096, 8192, large) == 1
+
+
+def test_tiles_hold_a_group_and_are_split_where_they_are_few():
+    assert PromptSettings.tuned(8, 1024, 14, 2, 192, 64) == PromptSettings(8, 64)
+    assert PromptSettings.tuned(16, 1024, 14, 2, 192, 64).rows == 8  # of 7 query heads each
+    assert PromptSettings.tuned(12, 1024, 8, 8, 192, 64).rows == 8
+    assert PromptSettings.tuned(16, 128, 32, 8, 2048, 64) == PromptSettings(16, 64, splits=5)
+    assert PromptSettings.tuned(8, 8, 16, 1, 64, 64) == PromptSettings(4, 64)

@@ -8,8 +8,9 @@ import torch
 
 import tiny
 from rollout.engines import PROMPTS, engine, flat, forward_logp
+from rpg.kernels import decode
 from rpg.kernels.decode import LayerCache
-from rpg.rollout import NativeEngine, pages, self_check
+from rpg.rollout import NativeEngine, pages, self_check, slots
 from rpg.rollout.pages import from_host, page_bytes, to_host
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -257,6 +258,49 @@ def test_what_the_kernels_cannot_do_is_decoded_step_by_step(llama, monkeypatch):
     assert told == ["decoding step by step, which is slow: query heads must be 1 to 16"] * engine.graphs
     assert run.decoder is None
     found = run.generate(PROMPTS, n=2, max_new_tokens=7, seed=5)
+    assert [r.tokens for r in flat(found)] == [r.tokens for r in flat(expected)]
+
+
+def noting(monkeypatch, fails=False):
+    """``samples`` of every call of attention, where sharing is said to pay whatever the sizes are."""
+    noted, own = [], slots.decode_attention
+
+    def decode_attention(*given):
+        noted.append(given[-1])
+        if fails and given[-1] > 1:
+            raise ValueError("out of resource: shared memory")
+        return own(*given)
+
+    monkeypatch.setattr(slots, "decode_attention", decode_attention)
+    monkeypatch.setattr(decode, "AGAIN_BYTES", 0.0)
+    return noted
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 8])
+def test_prompts_are_shared_where_there_are_samples_of_one(llama, monkeypatch, n):
+    if not engine.graphs:
+        pytest.skip("its steps are not captured")
+    noted = noting(monkeypatch)
+    run = engine(llama, 8)
+    noted.clear()
+    run.generate(PROMPTS, n=n, max_new_tokens=7, seed=5)
+    assert set(noted) == {n if n >= 4 else 1}
+    monkeypatch.undo()
+    noted = noting(monkeypatch)
+    monkeypatch.setattr(decode, "AGAIN_BYTES", 20e6)  # more than these tiny prompts
+    run.generate(PROMPTS, n=n, max_new_tokens=7, seed=5)
+    assert set(noted) == {1}
+
+
+def test_a_chip_that_cannot_share_prompts_reads_them_for_each_row(llama, monkeypatch):
+    if not engine.graphs:
+        pytest.skip("its steps are not captured")
+    expected = engine(llama, 8).generate(PROMPTS, n=4, max_new_tokens=7, seed=5)
+    noted, told = noting(monkeypatch, fails=True), []
+    run = engine(llama, 8, warn=told.append)
+    found = run.generate(PROMPTS, n=4, max_new_tokens=7, seed=5)
+    assert told == ["prompts are read for each row, which is slower: out of resource: shared memory"]
+    assert noted.count(4) == 1
     assert [r.tokens for r in flat(found)] == [r.tokens for r in flat(expected)]
 
 

@@ -30,8 +30,9 @@ FP8_MOST = 448.0  # the largest number that it has
 LEAST_SCALE = 1e-12
 # tokens of a block, warps, stages: by the width of a head and the bits of a key, from a sweep on an H200
 TUNED = {(64, 16): (32, 1, 4), (128, 16): (64, 4, 3), (64, 8): (64, 2, 3), (128, 8): (64, 2, 3)}
-# tokens of a block, warps, stages of the kernel that reads prompts for several rows: not tuned yet
-PROMPT_TUNED = (64, 4, 3)
+# warps and stages of the kernel that reads prompts for several rows: not tuned yet
+PROMPT_TUNED = (4, 3)
+BLOCK_BYTES = 16384  # of the keys of a block, where it is not tuned
 MATRIX = 64  # query heads of a program of it, of all its rows
 FEW_PROGRAMS = 132  # of it: with fewer, several share a prompt's blocks, LEAST_BLOCKS each
 LEAST_BLOCKS = 4
@@ -202,22 +203,22 @@ class PromptSettings:
     waits for it only when it has walked the rows' own blocks; Hopper chips and later can do that."""
 
     rows: int  # of a program
-    block: int = PROMPT_TUNED[0]
-    warps: int = PROMPT_TUNED[1]
-    stages: int = PROMPT_TUNED[2]
+    block: int = 64
+    warps: int = PROMPT_TUNED[0]
+    stages: int = PROMPT_TUNED[1]
     splits: int = 1
     early: bool = False
 
     @classmethod
-    def tuned(cls, samples: int, rows: int, heads: int, key_heads: int, capacity: int) -> PromptSettings:
+    def tuned(cls, samples: int, rows: int, heads: int, key_heads: int, capacity: int, block: int) -> PromptSettings:
         """For prompts of at most ``capacity`` tokens."""
         most = min(samples, max(1, MATRIX * key_heads // heads))
         tile = 1 << (most.bit_length() - 1)
-        programs, blocks = -(-rows // tile) * key_heads, -(-capacity // PROMPT_TUNED[0])
+        programs, blocks = -(-rows // tile) * key_heads, -(-capacity // block)
         splits = 1
         if programs < FEW_PROGRAMS:
             splits = max(1, min(-(-2 * FEW_PROGRAMS // programs), blocks // LEAST_BLOCKS, 8))
-        return cls(tile, splits=splits)
+        return cls(tile, block, splits=splits)
 
 
 def launch(
@@ -268,12 +269,11 @@ def launch(
     if scaled and D % 2:
         raise ValueError(f"a head of {D} numbers cannot be read in pairs")
     width = max(32 if scaled else 16, next_power_of_2(D))
-    tuned = TUNED.get(
-        (width, 8 * keys.element_size()), (max(16, min(64, 16384 // (width * keys.element_size()))), 4, 3)
-    )
+    usual = max(16, min(64, BLOCK_BYTES // (width * keys.element_size())))
+    tuned = TUNED.get((width, 8 * keys.element_size()), (usual, 4, 3))
     block, warps, stages = min(block or tuned[0], page), warps or tuned[1], stages or tuned[2]
     if prompts is None and samples > 1:
-        prompts = PromptSettings.tuned(samples, A, H, G, prompt_page_QM.shape[1] * page)
+        prompts = PromptSettings.tuned(samples, A, H, G, prompt_page_QM.shape[1] * page, usual)
     prompt_block, parts = (block, 0) if prompts is None else (min(prompts.block, page), prompts.splits)
     if page % block or page % prompt_block:
         raise ValueError(f"a page of {page} tokens is no multiple of blocks of {block} and {prompt_block}")

@@ -63,6 +63,7 @@ class GraphDecoder:
     ):
         self.model, self.linear, self.slots, self.capture, self.warn = model, linear, slots, capture, warn
         self.cache_tokens, self.fp8, self.page, self.host_bytes = cache_tokens, fp8, PAGE, host_bytes
+        self.shares = True  # prompts are read once for several rows, where that pays
         self.longest_prompt = 0  # that is to be expected: more would need new buffers and new graphs
         self.buffers: Slots | None = None
         self.graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
@@ -102,14 +103,25 @@ class GraphDecoder:
         """One more token for the first ``rows`` rows, the dead among them aside. About n neighbours have one prompt, of
         ``prompt`` tokens."""
         assert self.buffers is not None
-        layers = self.buffers.layers
-        samples = shared_samples(n, rows, prompt, layers[0].token_bytes) if layers else 1
+        layers, samples = self.buffers.layers, 1
+        if self.shares and layers:
+            samples = shared_samples(n, rows, prompt, layers[0].token_bytes)
         key = rows, sampling.how, sampling.gives_kept, samples
         if key in self.graphs:
             self.graphs[key].replay()
             return
         # the first step of its kind is an ordinary one, which also warms up what is captured
-        self._decode(rows, sampling, samples)
+        try:
+            self._decode(rows, sampling, samples)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a chip that has no room for the kernel; no book has changed
+            if samples == 1:
+                raise
+            self.shares = False
+            self.warn(f"prompts are read for each row, which is slower: {first_line(error)}")
+            self.step(rows, sampling)
+            return
         if self.capture:
             self._record(key, sampling)
 
