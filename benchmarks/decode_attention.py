@@ -73,23 +73,24 @@ CASES = (
     Case(LARGE, 128, 2048, 1500, 16),
 )
 SWEPT_ROWS = (CASES[0], CASES[2])
-SWEPT_PROMPTS = (CASES[2], CASES[3])
+SWEPT_PROMPTS = (CASES[2], CASES[3], CASES[5])
 
 
 def settings_of_rows(case: Case) -> list[Settings]:
     """Of the rows' own kernel: blocks, warps, key heads of a program, stages, the new token first or last."""
     forms = [(32, 1, 1), (32, 2, 1), (64, 1, 1), (64, 2, 1), (16, 1, 2), (32, 1, 2), (32, 2, 2)]
     every = [(*form, stages, True) for form in forms for stages in (2, 3, 4)]
-    every += [(*form, stages, False) for form in (forms[0], forms[3]) for stages in (2, 3, 4)]
     names = ("block", "warps", "key_heads", "stages", "late")
-    shared = {"samples": case.n} if case.n > 1 else {}
-    return [dict(zip(names, values, strict=True)) | shared for values in every]
+    if case.n > 1:  # the new token is made before
+        return [dict(zip(names, values[:4], strict=False)) | {"samples": case.n} for values in every]
+    every += [(*form, stages, False) for form in (forms[0], forms[3]) for stages in (2, 3, 4)]
+    return [dict(zip(names, values, strict=True)) for values in every]
 
 
 def settings_of_prompts() -> list[Settings]:
     forms = [(8, 32, 4), (8, 64, 4), (16, 32, 4), (16, 64, 4), (16, 64, 8)]
     every = [PromptSettings(*form, stages) for form in forms for stages in (2, 3)]
-    every += [replace(every[3], early=True), replace(every[3], splits=2)]
+    every += [replace(every[2], early=True), replace(every[2], splits=2), replace(every[6], splits=4)]
     return [{"prompts": settings} for settings in every]
 
 

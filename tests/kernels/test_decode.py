@@ -109,8 +109,9 @@ def test_prompts_are_shared_where_that_saves_much_reading():
 
 
 def test_tiles_hold_a_group_and_are_split_where_they_are_few():
-    assert PromptSettings.tuned(8, 1024, 14, 2, 192, 64) == PromptSettings(8, 64)
-    assert PromptSettings.tuned(16, 1024, 14, 2, 192, 64).rows == 8  # of 7 query heads each
-    assert PromptSettings.tuned(12, 1024, 8, 8, 192, 64).rows == 8
-    assert PromptSettings.tuned(16, 128, 32, 8, 2048, 64) == PromptSettings(16, 64, splits=5)
-    assert PromptSettings.tuned(8, 8, 16, 1, 64, 64) == PromptSettings(4, 64)
+    small, large = 128, 256  # bytes of a key
+    assert PromptSettings.tuned(8, 1024, 14, 2, 192, small) == PromptSettings(8, 64)
+    assert PromptSettings.tuned(16, 1024, 14, 2, 192, small).rows == 8  # of 7 query heads each
+    assert PromptSettings.tuned(12, 1024, 8, 8, 192, small).rows == 8
+    assert PromptSettings.tuned(16, 128, 32, 8, 2048, large) == PromptSettings(16, 64, stages=2, splits=4)
+    assert PromptSettings.tuned(8, 8, 16, 1, 64, 1024) == PromptSettings(4, 16, stages=2)

@@ -8,7 +8,7 @@ https://pytorch.org/blog/flash-decoding) and a second kernel merges what they fo
 
 Where neighbouring rows are samples of one prompt, a kernel of its own can read it once for all of them (Hydragen,
 https://arxiv.org/abs/2402.05099): a softmax over a row's tokens is put together from one over its prompt and one over
-its response. The rows' own programs then begin from what it left.
+its response. It also makes the new tokens; the rows' own programs go on from what it left.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ FP8_MOST = 448.0  # the largest number that it has
 LEAST_SCALE = 1e-12
 # tokens of a block, warps, stages: by the width of a head and the bits of a key, from a sweep on an H200
 TUNED = {(64, 16): (32, 1, 4), (128, 16): (64, 4, 3), (64, 8): (64, 2, 3), (128, 8): (64, 2, 3)}
-# warps and stages of the kernel that reads prompts for several rows: not tuned yet
-PROMPT_TUNED = (4, 3)
-BLOCK_BYTES = 16384  # of the keys of a block, where it is not tuned
+BLOCK_BYTES = 16384  # of the keys of a block, at most
 MATRIX = 64  # query heads of a program of it, of all its rows
 FEW_PROGRAMS = 132  # of it: with fewer, several share a prompt's blocks, LEAST_BLOCKS each
 LEAST_BLOCKS = 4
@@ -191,6 +189,11 @@ def splits_for(rows: int, capacity: int, block: int) -> int:
     return max(1, min(-(-2 * PROGRAMS // rows), -(-capacity // block), 64))
 
 
+def usual_block(key_bytes: int) -> int:
+    """Tokens, where it is not tuned."""
+    return max(16, min(64, BLOCK_BYTES // key_bytes))
+
+
 def shared_samples(n: int, rows: int, prompt: float, token_bytes: int) -> int:
     """``samples`` for a step of so many rows, n of each prompt of so many tokens: 1 where sharing would not pay."""
     again = rows * (1 - 1 / n) * prompt * token_bytes
@@ -199,26 +202,30 @@ def shared_samples(n: int, rows: int, prompt: float, token_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """Of the kernel that reads prompts for several rows. ``early``: the next kernel begins while it is at work, and
-    waits for it only when it has walked the rows' own blocks; Hopper chips and later can do that."""
+    """Of the kernel that reads prompts for several rows. ``early``: the next kernel is launched while it is at work,
+    and waits for it when it has found its pages; Hopper chips and later can do that."""
 
     rows: int  # of a program
     block: int = 64
-    warps: int = PROMPT_TUNED[0]
-    stages: int = PROMPT_TUNED[1]
+    warps: int = 4
+    stages: int = 3
     splits: int = 1
     early: bool = False
 
     @classmethod
-    def tuned(cls, samples: int, rows: int, heads: int, key_heads: int, capacity: int, block: int) -> PromptSettings:
-        """For prompts of at most ``capacity`` tokens."""
+    def tuned(
+        cls, samples: int, rows: int, heads: int, key_heads: int, capacity: int, key_bytes: int
+    ) -> PromptSettings:
+        """For prompts of at most ``capacity`` tokens, keys of ``key_bytes``. Chosen by what fits, not measured yet."""
         most = min(samples, max(1, MATRIX * key_heads // heads))
         tile = 1 << (most.bit_length() - 1)
+        block = usual_block(key_bytes)
         programs, blocks = -(-rows // tile) * key_heads, -(-capacity // block)
         splits = 1
         if programs < FEW_PROGRAMS:
-            splits = max(1, min(-(-2 * FEW_PROGRAMS // programs), blocks // LEAST_BLOCKS, 8))
-        return cls(tile, block, splits=splits)
+            splits = max(1, min(2 * FEW_PROGRAMS // programs, blocks // LEAST_BLOCKS, 8))
+        two_fit = block * key_bytes <= BLOCK_BYTES // 2  # programs, into a processor's shared memory
+        return cls(tile, block, stages=3 if two_fit else 2, splits=splits)
 
 
 def launch(
@@ -245,7 +252,8 @@ def launch(
     prompts: PromptSettings | None = None,
 ) -> Tensor:
     """decode_attention by the kernels, with their settings. ``key_heads`` of a program; ``late``: the new token is made
-    after the blocks were walked, so that their loads begin earlier; ``prompts``: also where ``samples`` are few."""
+    after the blocks were walked, so that their loads begin earlier (where prompts are shared it is made before anyway);
+    ``prompts``: they are, whatever ``samples`` is."""
     from .triton.decode import attend, attend_prompts, merge
 
     keys, values = cache.keys_CGTD, cache.values_CGTD
@@ -269,11 +277,11 @@ def launch(
     if scaled and D % 2:
         raise ValueError(f"a head of {D} numbers cannot be read in pairs")
     width = max(32 if scaled else 16, next_power_of_2(D))
-    usual = max(16, min(64, BLOCK_BYTES // (width * keys.element_size())))
-    tuned = TUNED.get((width, 8 * keys.element_size()), (usual, 4, 3))
+    key_bytes = width * keys.element_size()
+    tuned = TUNED.get((width, 8 * keys.element_size()), (usual_block(key_bytes), 4, 3))
     block, warps, stages = min(block or tuned[0], page), warps or tuned[1], stages or tuned[2]
     if prompts is None and samples > 1:
-        prompts = PromptSettings.tuned(samples, A, H, G, prompt_page_QM.shape[1] * page, usual)
+        prompts = PromptSettings.tuned(samples, A, H, G, prompt_page_QM.shape[1] * page, key_bytes)
     prompt_block, parts = (block, 0) if prompts is None else (min(prompts.block, page), prompts.splits)
     if page % block or page % prompt_block:
         raise ValueError(f"a page of {page} tokens is no multiple of blocks of {block} and {prompt_block}")
@@ -297,23 +305,23 @@ def launch(
     query_norm, key_norm = unfinished.weights or (query_AHD, query_AHD)
     scale, precision = scaling * math.log2(math.e), "ieee" if keys.dtype == torch.float32 else "tf32"
     todo = unfinished.weights is not None, int(unfinished.offset), unfinished.rounds, unfinished.angles is not None
+    tables = prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A
+    norms, given_AHD, given_todo = (query_norm, key_norm, unfinished.eps), query_AHD, todo
+    strides = [*key_AGD.stride()[:2], *value_AGD.stride()[:2], angle_a, prompt_page_QM.stride(0), page_SR.stride(0)]
     if prompts is not None:
+        query_AHD, todo = torch.empty_like(output_AHD), (False, 0, False, False)
         attend_prompts[(-(-A // prompts.rows), G, parts)](
-            query_AHD, *caches, cos_AD, sin_AD, query_norm, unfinished.eps,
-            prompt_page_QM, prompt_A, prompt_length_A, length_A, part_AHND, top_AHN, mass_AHN, scale, window or 0,
-            query_AHD.stride(0), query_AHD.stride(1), angle_a, prompt_page_QM.stride(0), A, H,
-            parts, count, count - parts,
+            given_AHD, key_AGD, value_AGD, *caches, cos_AD, sin_AD, *norms, *tables,
+            query_AHD, part_AHND, top_AHN, mass_AHN, scale, window or 0,
+            given_AHD.stride(0), given_AHD.stride(1), *strides, A, H, parts, count, count - parts,
             G, H // G, prompts.rows, max(16, next_power_of_2(prompts.rows * H // G)), D, width, page, prompt_block,
-            window is not None, precision, scaled, scaled and nvidia(query_AHD), *todo, early,
-            num_warps=prompts.warps, num_stages=prompts.stages,
+            window is not None, precision, scaled, scaled and nvidia(given_AHD), FP8_MOST, LEAST_SCALE,
+            *given_todo, early, num_warps=prompts.warps, num_stages=prompts.stages,
         )  # fmt: skip
     attend[(A, G // key_heads, splits)](
-        query_AHD, key_AGD, value_AGD, *caches, cos_AD, sin_AD, query_norm, key_norm, unfinished.eps,
-        prompt_page_QM, page_SR, prompt_A, prompt_length_A, slot_A, length_A,
+        query_AHD, key_AGD, value_AGD, *caches, cos_AD, sin_AD, *norms, *tables,
         output_AHD, part_AHND, top_AHN, mass_AHN, scale, window or 0,
-        query_AHD.stride(0), query_AHD.stride(1), key_AGD.stride(0), key_AGD.stride(1),
-        value_AGD.stride(0), value_AGD.stride(1), angle_a, prompt_page_QM.stride(0), page_SR.stride(0),
-        H, splits, parts,
+        query_AHD.stride(0), query_AHD.stride(1), *strides, H, splits, parts,
         G, H // G, key_heads, HEADS, D, width, page, block, splits > 1, window is not None, precision,
         scaled, scaled and nvidia(query_AHD), FP8_MOST, LEAST_SCALE, *todo, prompts is not None, late, early,
         num_warps=warps, num_stages=stages, **({"launch_pdl": True} if early else {}),

@@ -82,14 +82,18 @@ def joined(top_H, mass_H, sum_HD, other_top_H, other_mass_H, other_sum_HD):
 
 
 @triton.jit
-def with_prompt(top_H, mass_H, sum_HD, part, top, mass, row_H, taken_H, parts, D: tl.constexpr, WIDTH: tl.constexpr):
-    """And what attend_prompts has left for these heads."""
+def begun(part, top, mass, row_H, taken_H, parts, D: tl.constexpr, WIDTH: tl.constexpr):
+    """What attend_prompts has left for these heads; its first part has the new token."""
     at = tl.arange(0, WIDTH)
-    for i in range(parts):
+    there_HD = taken_H[:, None] & (at < D)[None, :]
+    place_H = row_H * parts
+    top_H = tl.load(top + place_H, mask=taken_H, other=float("-inf"))
+    mass_H = tl.load(mass + place_H, mask=taken_H, other=0.0)
+    sum_HD = tl.load(part + place_H[:, None] * D + at[None, :], mask=there_HD, other=0.0)
+    for i in range(1, parts):
         place_H = row_H * parts + i
         top_i_H = tl.load(top + place_H, mask=taken_H, other=float("-inf"))
         mass_i_H = tl.load(mass + place_H, mask=taken_H, other=0.0)
-        there_HD = taken_H[:, None] & (at < D)[None, :]
         sum_i_HD = tl.load(part + place_H[:, None] * D + at[None, :], mask=there_HD, other=0.0)
         top_H, mass_H, sum_HD = joined(top_H, mass_H, sum_HD, top_i_H, mass_i_H, sum_i_HD)
     return top_H, mass_H, sum_HD
@@ -161,8 +165,8 @@ def attend(
     is summed over them is in two halves, of even and of odd numbers.
 
     KEYS: key heads of a program; their tokens lie one after another in its blocks, and a query head sees those of its
-    own. LATE: the new token comes last, so that the blocks are asked for before it is made. SHARED: the prompts' part
-    is attend_prompts', EARLY: which may still be at work.
+    own. LATE: the new token comes last, so that the blocks are asked for before it is made. SHARED: attend_prompts has
+    finished the queries, written the new token, and begun every row. EARLY: it may still be at work.
     """
     a, g, split = tl.program_id(0), tl.program_id(1) * KEYS, tl.program_id(2)
     own = tl.load(length_A + a)
@@ -181,15 +185,18 @@ def attend(
     start, stop = blocks * split // splits, blocks * (split + 1) // splits
     page = page_of(start, stop, prompt_blocks, low, low_own, prompt_pages, own_pages, PAGE, BLOCK)
     first = live & (split == 0)
-    new_page = tl.load(own_pages + own // PAGE, mask=first, other=0).to(tl.int64)
+    if not SHARED:
+        new_page = tl.load(own_pages + own // PAGE, mask=first, other=0).to(tl.int64)
 
     head, at = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     wide = at < D
     there_H = head < KEYS * GROUP
     taken_H = there_H & live
     asked_H, asked = taken_H, wide & live
-    if LATE:  # without waiting for the row's length: a dead row's query is there too
+    if LATE or SHARED:  # without waiting for the row's length: a dead row's query is there too
         asked_H, asked = there_H, wide
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     a = a.to(tl.int64)
     row_H = a * H + g * GROUP + head
     query_ptr = query + a * query_a + (g * GROUP + head)[:, None] * query_h
@@ -221,7 +228,10 @@ def attend(
     top_H = tl.full([HEADS], float("-inf"), tl.float32)
     mass_H = tl.zeros([HEADS], tl.float32)
     sum_HD = tl.zeros([HEADS, WIDTH], tl.float32)
-    if not LATE:
+    if SHARED:
+        if not SPLIT:
+            top_H, mass_H, sum_HD = begun(part, top, mass, row_H, taken_H, parts, D, WIDTH)
+    elif not LATE:
         new_H, v_HD = new_token(
             q_HD, key + a * key_a + g * key_g, value + a * value_a + g * value_g, keys, values, key_scale, value_scale,
             key_norm, cos_1D, sin_1D, eps, new_page, own % PAGE, g, first, key_g, value_g,
@@ -231,8 +241,6 @@ def attend(
         top_H = tl.where(split == 0, new_H * scale, float("-inf"))
         mass_H = tl.where(split == 0, tl.full([HEADS], 1.0, tl.float32), 0.0)
         sum_HD = v_HD
-    if SHARED and not SPLIT and not EARLY:
-        top_H, mass_H, sum_HD = with_prompt(top_H, mass_H, sum_HD, part, top, mass, row_H, taken_H, parts, D, WIDTH)
     if PAIRS:
         sum_even, sum_odd = tl.split(tl.reshape(sum_HD, [HEADS, WIDTH // 2, 2]))
     at_pair, lane = tl.arange(0, WIDTH // 2), tl.arange(0, KEYS * BLOCK)
@@ -278,7 +286,7 @@ def attend(
 
     if PAIRS:
         sum_HD = tl.reshape(tl.join(sum_even, sum_odd), [HEADS, WIDTH])
-    if LATE:
+    if LATE and not SHARED:
         new_H, v_HD = new_token(
             q_HD, key + a * key_a + g * key_g, value + a * value_a + g * value_g, keys, values, key_scale, value_scale,
             key_norm, cos_1D, sin_1D, eps, new_page, own % PAGE, g, first, key_g, value_g,
@@ -288,9 +296,6 @@ def attend(
         new_H = tl.where(split == 0, new_H * scale, float("-inf"))
         mass_new_H = tl.full([HEADS], 1.0, tl.float32)
         top_H, mass_H, sum_HD = joined(top_H, mass_H, sum_HD, new_H, mass_new_H, v_HD)
-    if SHARED and not SPLIT and EARLY:
-        tl.extra.cuda.gdc_wait()
-        top_H, mass_H, sum_HD = with_prompt(top_H, mass_H, sum_HD, part, top, mass, row_H, taken_H, parts, D, WIDTH)
     if SPLIT:
         row_H = row_H * (splits + parts) + split
         tl.store(part + row_H[:, None] * D + at[None, :], sum_HD, mask=taken_H[:, None] & wide[None, :])
@@ -304,16 +309,20 @@ def attend(
 
 @triton.jit
 def attend_prompts(
-    query, keys, values, key_pairs, value_pairs, key_scale, value_scale, cos, sin, query_norm, eps,
-    prompt_pages, prompt_A, prompt_length_A, length_A, part, top, mass, scale, window,
-    query_a, query_h, angle_a, prompt_pages_q, A, H, splits, parts, first_part,
+    query, key, value, keys, values, key_pairs, value_pairs, key_scale, value_scale,
+    cos, sin, query_norm, key_norm, eps,
+    prompt_pages, own_pages, prompt_A, prompt_length_A, slot_A, length_A,
+    finished_query, part, top, mass, scale, window,
+    query_a, query_h, key_a, key_g, value_a, value_g, angle_a, prompt_pages_q, own_pages_s,
+    A, H, splits, parts, first_part,
     G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
-    ROUND: tl.constexpr, ROTARY: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The prompts' part for ROWS rows and a key head: each prompt that any of them has is read once for all that have
-    it. HEADS: query heads of all these rows, filled up. EARLY: the kernel after this one may begin.
+    """The prompts and the new tokens of ROWS rows, for a key head: each prompt that any of them has is read once for
+    all that have it. What remains for `attend` are the tokens of each response. HEADS: query heads of all these rows,
+    filled up. EARLY: the kernel after this one may begin.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -329,9 +338,13 @@ def attend_prompts(
     if WINDOW:
         low_H = tl.maximum(shared_H + own_H + 1 - window, 0)
     sees_H = live_H & (low_H < shared_H)
+    first_H = live_H & (split == 0)
+    own_H = tl.maximum(own_H, 0)
+    slot_H = tl.load(slot_A + a_H, mask=first_H, other=0).to(tl.int64)
+    new_page_H = tl.load(own_pages + slot_H * own_pages_s + own_H // PAGE, mask=first_H, other=0).to(tl.int64)
 
     wide = at < D
-    taken = live_H[:, None] & wide[None, :]
+    taken, first_taken = live_H[:, None] & wide[None, :], first_H[:, None] & wide[None, :]
     a_H = a_H.to(tl.int64)
     head_H = g * GROUP + i_H % GROUP
     query_ptr = query + (a_H * query_a + head_H * query_h)[:, None]
@@ -344,25 +357,55 @@ def attend_prompts(
         cos_HD = tl.load(cos + angle, mask=taken, other=0.0).to(tl.float32)
         sin_HD = tl.load(sin + angle, mask=taken, other=0.0).to(tl.float32)
         sin_HD = tl.where((at < D // 2)[None, :], -sin_HD, sin_HD)
-    weight, other_weight = 1.0, 1.0
+    weight, other_weight, k_weight, other_k_weight = 1.0, 1.0, 1.0, 1.0
     if NORM:
         weight = tl.load(query_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
         other_weight = tl.load(query_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(key_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+        other_k_weight = tl.load(key_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
     q_HD = finished(
         q_HD, other_q_HD, weight, other_weight, cos_HD, sin_HD, eps, query.dtype.element_ty,
         D, NORM, OFFSET, ROUND, ROTARY,
     )  # fmt: skip
 
-    top_H = tl.full([HEADS], float("-inf"), tl.float32)
-    mass_H = tl.zeros([HEADS], tl.float32)
-    at_pair = tl.arange(0, WIDTH // 2)
+    where_HD = (a_H * H + head_H)[:, None] * D + at[None, :]
+    tl.store(finished_query + where_HD, q_HD.to(query.dtype.element_ty), mask=first_taken)
+
+    # the new tokens: into the cache, and the first that is seen
+    key_ptr = key + (a_H * key_a + g * key_g)[:, None]
+    k_HD = tl.load(key_ptr + at[None, :], mask=first_taken, other=0.0).to(tl.float32)
+    v_HD = tl.load(value + (a_H * value_a + g * value_g)[:, None] + at[None, :], mask=first_taken, other=0.0)
+    v_HD, other_k_HD = v_HD.to(tl.float32), k_HD
+    if ROTARY:
+        other_k_HD = tl.load(key_ptr + partner[None, :], mask=first_taken, other=0.0).to(tl.float32)
+    k_HD = finished(
+        k_HD, other_k_HD, k_weight, other_k_weight, cos_HD, sin_HD, eps, query.dtype.element_ty,
+        D, NORM, OFFSET, ROUND, ROTARY,
+    )  # fmt: skip
+    one_H = first_H & (i_H % GROUP == 0)  # of the query heads that share a key
+    one_taken = one_H[:, None] & wide[None, :]
+    end_H = (new_page_H * G + g) * PAGE + own_H % PAGE
+    k_scale_H, v_scale_H = tl.full([HEADS], 1.0, tl.float32), tl.full([HEADS], 1.0, tl.float32)
     if PAIRS:
-        q_even, q_odd = tl.split(tl.reshape(q_HD.to(tl.float16), [HEADS, WIDTH // 2, 2]))
-        sum_even = tl.zeros([HEADS, WIDTH // 2], tl.float32)
-        sum_odd = tl.zeros([HEADS, WIDTH // 2], tl.float32)
+        k_scale_H = tl.maximum(tl.max(tl.abs(k_HD), 1) / MOST, LEAST)
+        v_scale_H = tl.maximum(tl.max(tl.abs(v_HD), 1) / MOST, LEAST)
+        tl.store(key_scale + end_H, k_scale_H, mask=one_H)
+        tl.store(value_scale + end_H, v_scale_H, mask=one_H)
+        k_HD, v_HD = k_HD / k_scale_H[:, None], v_HD / v_scale_H[:, None]
+        q_HD = q_HD.to(tl.float16)
+        q_even, q_odd = tl.split(tl.reshape(q_HD, [HEADS, WIDTH // 2, 2]))
     else:
         q_HD = q_HD.to(keys.dtype.element_ty)
-        sum_HD = tl.zeros([HEADS, WIDTH], tl.float32)
+    k_HD, v_HD = k_HD.to(keys.dtype.element_ty), v_HD.to(keys.dtype.element_ty)
+    tl.store(keys + end_H[:, None] * D + at[None, :], k_HD, mask=one_taken)
+    tl.store(values + end_H[:, None] * D + at[None, :], v_HD, mask=one_taken)
+    top_H = tl.sum(q_HD.to(tl.float32) * k_HD.to(tl.float32), 1) * (k_scale_H * scale)
+    top_H = tl.where(first_H, top_H, float("-inf"))
+    mass_H = tl.where(first_H, tl.full([HEADS], 1.0, tl.float32), 0.0)
+    sum_HD = v_HD.to(tl.float32) * v_scale_H[:, None]  # nothing, where it is not the first
+    if PAIRS:
+        sum_even, sum_odd = tl.split(tl.reshape(sum_HD, [HEADS, WIDTH // 2, 2]))
+    at_pair = tl.arange(0, WIDTH // 2)
 
     NONE: tl.constexpr = 2**31 - 1
     prompt = tl.min(tl.where(sees_H, prompt_H, NONE), 0)
