@@ -216,7 +216,7 @@ def check_mistakes_are_seen() -> None:
         ("live_H = live_H & (own_H >= 0)", "pass", check_dead_rows),
         ("(lane // BLOCK)[None, :])", "(lane // BLOCK)[None, :] * 0)", check_several_key_heads_of_a_program),
         ("        base_H = tl.where(new_H == float(\"-inf\"), 0.0, new_H)  #", "        base_H = new_H  #",
-         check_rows_in_any_order),
+         check_splits_of_prompts_and_of_rows),
     ]  # fmt: skip
     own = decode.attend, decode.attend_prompts, decode.merge
     for old, new, check in mistakes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.decode import FP8, PAGE, LayerCache, launch, reference
+from ..kernels.decode import FP8, LEAST_SAMPLES, PAGE, LayerCache, launch, reference
 from ..kernels.triton import has_triton
 from .engine import Rollout
 
@@ -95,10 +95,11 @@ def error_in_8_bits(width: int, dtype: torch.dtype, device: torch.device) -> flo
     worst = 0.0
     query, key, value = (x.to(device) for x in given)
     prompt_pages, pages, prompt, shared, slot, own = (x.to(device) for x in indices)
-    for splits in (1, None):
+    ways: list[dict[str, Any]] = [{"splits": 1}, {}, {"samples": LEAST_SAMPLES}]
+    for settings in ways:
         cache = LayerCache(*(x.to(device, copy=True) for x in (keys, values, *scale_2CGT)))
         where = prompt_pages, pages, prompt, shared, slot, own
-        found_AHD = launch(query, key, value, cache, *where, width**-0.5, splits=splits)
+        found_AHD = launch(query, key, value, cache, *where, width**-0.5, **settings)
         errors = [float(((found_AHD.cpu() - want_AHD).abs() / size_AHD).max())]
         both = zip(cache.read(page_A4.long().to(device)), exact.read(page_A4.long()), given[1:], strict=True)
         errors += [float((found.cpu() - wanted).norm() / new.double().norm()) for found, wanted, new in both]
