@@ -100,51 +100,55 @@ def begun(part, top, mass, row_H, taken_H, parts, D: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
+def asked_heads(pointer, stride, at, mask, KEYS: tl.constexpr):
+    """Numbers of KEYS key heads. Of one head they are asked for as a vector, which is laid out better."""
+    if KEYS == 1:
+        return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)[None, :]
+    else:  # noqa: RET505 - Triton drops the other branch only so
+        where = tl.arange(0, KEYS)[:, None] * stride + at[None, :]
+        return tl.load(pointer + where, mask=mask[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def new_token(
-    q_HD, key_ptr, value_ptr, keys, values, key_scale, value_scale, key_norm, cos_1D, sin_1D, eps,
-    page, place, g, first, key_g, value_g,
+    q_HD, k_KD, v_KD, keys, values, key_scale, value_scale, page, place, g, first, scale,
     G: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, PAIRS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr,
-    dtype: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Its key and value go into the cache. What each query head makes of it: a product, and the value."""
+    """Its key and value go into the cache. What each query head makes of it: a logit, and the value."""
     at, one = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     wide = at < D
-    taken = wide[None, :] & first
-    partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
-    key_ptr += one[:, None] * key_g
-    k_KD = tl.load(key_ptr + at[None, :], mask=taken, other=0.0).to(tl.float32)
-    v_KD = tl.load(value_ptr + one[:, None] * value_g + at[None, :], mask=taken, other=0.0).to(tl.float32)
-    other_k_KD = k_KD
-    if ROTARY:
-        other_k_KD = tl.load(key_ptr + partner[None, :], mask=taken, other=0.0).to(tl.float32)
-    weight, other_weight = 1.0, 1.0
-    if NORM:
-        weight = tl.load(key_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
-        other_weight = tl.load(key_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
-    k_KD = finished(
-        k_KD, other_k_KD, weight, other_weight, cos_1D, sin_1D, eps, dtype, D, NORM, OFFSET, ROUND, ROTARY
-    )  # fmt: skip
-    end_K = (page * G + g + one) * PAGE + place
-    k_scale_K, v_scale_K = tl.full([KEYS], 1.0, tl.float32), tl.full([KEYS], 1.0, tl.float32)
-    if PAIRS:
-        k_scale_K = tl.maximum(tl.max(tl.abs(k_KD), 1) / MOST, LEAST)
-        v_scale_K = tl.maximum(tl.max(tl.abs(v_KD), 1) / MOST, LEAST)
-        tl.store(key_scale + end_K, k_scale_K, mask=first & (one < KEYS))
-        tl.store(value_scale + end_K, v_scale_K, mask=first & (one < KEYS))
-        k_KD, v_KD = k_KD / k_scale_K[:, None], v_KD / v_scale_K[:, None]
-    k_KD, v_KD = k_KD.to(keys.dtype.element_ty), v_KD.to(keys.dtype.element_ty)
-    tl.store(keys + end_K[:, None] * D + at[None, :], k_KD, mask=taken)
-    tl.store(values + end_K[:, None] * D + at[None, :], v_KD, mask=taken)
-    k_KD, v_KD = k_KD.to(tl.float32) * k_scale_K[:, None], v_KD.to(tl.float32) * v_scale_K[:, None]
     if KEYS == 1:
-        k_HD, v_HD = k_KD, tl.zeros([HEADS, WIDTH], tl.float32) + v_KD
-    else:
+        end = (page * G + g) * PAGE + place
+        k_D, v_D = tl.reshape(k_KD, [WIDTH]), tl.reshape(v_KD, [WIDTH])
+        k_scale, v_scale = 1.0, 1.0
+        if PAIRS:
+            k_scale = tl.maximum(tl.max(tl.abs(k_D), 0) / MOST, LEAST)
+            v_scale = tl.maximum(tl.max(tl.abs(v_D), 0) / MOST, LEAST)
+            tl.store(key_scale + end, k_scale, mask=first)
+            tl.store(value_scale + end, v_scale, mask=first)
+        k_D, v_D = (k_D / k_scale).to(keys.dtype.element_ty), (v_D / v_scale).to(keys.dtype.element_ty)
+        tl.store(keys + end * D + at, k_D, mask=wide & first)
+        tl.store(values + end * D + at, v_D, mask=wide & first)
+        logit_H = tl.sum(q_HD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1) * (k_scale * scale)
+        return logit_H, tl.zeros([HEADS, WIDTH], tl.float32) + (v_D.to(tl.float32) * v_scale)[None, :]
+    else:  # noqa: RET505 - Triton drops the other branch only so
+        end_K = (page * G + g + one) * PAGE + place
+        k_scale_K, v_scale_K = tl.full([KEYS], 1.0, tl.float32), tl.full([KEYS], 1.0, tl.float32)
+        if PAIRS:
+            k_scale_K = tl.maximum(tl.max(tl.abs(k_KD), 1) / MOST, LEAST)
+            v_scale_K = tl.maximum(tl.max(tl.abs(v_KD), 1) / MOST, LEAST)
+            tl.store(key_scale + end_K, k_scale_K, mask=first & (one < KEYS))
+            tl.store(value_scale + end_K, v_scale_K, mask=first & (one < KEYS))
+        k_KD = (k_KD / k_scale_K[:, None]).to(keys.dtype.element_ty)
+        v_KD = (v_KD / v_scale_K[:, None]).to(keys.dtype.element_ty)
+        tl.store(keys + end_K[:, None] * D + at[None, :], k_KD, mask=wide[None, :] & first)
+        tl.store(values + end_K[:, None] * D + at[None, :], v_KD, mask=wide[None, :] & first)
+        k_KD, v_KD = k_KD.to(tl.float32) * k_scale_K[:, None], v_KD.to(tl.float32) * v_scale_K[:, None]
         of_H = tl.minimum(tl.arange(0, HEADS) // GROUP, KEYS - 1)
         mine_HK1 = (of_H[:, None] == one[None, :])[:, :, None]
         k_HD = tl.sum(tl.where(mine_HK1, k_KD[None, :, :], 0.0), 1)
-        v_HD = tl.sum(tl.where(mine_HK1, v_KD[None, :, :], 0.0), 1)
-    return tl.sum(q_HD.to(tl.float32) * k_HD, 1), v_HD
+        return tl.sum(q_HD.to(tl.float32) * k_HD, 1) * scale, tl.sum(tl.where(mine_HK1, v_KD[None, :, :], 0.0), 1)
 
 
 @triton.jit
@@ -202,29 +206,38 @@ def attend(
     query_ptr = query + a * query_a + (g * GROUP + head)[:, None] * query_h
     q_HD = tl.load(query_ptr + at[None, :], mask=asked_H[:, None] & wide[None, :], other=0.0).to(tl.float32)
 
-    # what is still to be done to queries
+    key += a * key_a + g * key_g
+    k_KD, v_KD = 0.0, 0.0
+    if not SHARED:
+        k_KD = asked_heads(key, key_g, at, wide & first, KEYS)
+        v_KD = asked_heads(value + a * value_a + g * value_g, value_g, at, wide & first, KEYS)
+
+    # what is still to be done to queries and keys
     partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
-    other_q_HD, cos_1D, sin_1D = q_HD, 1.0, 0.0
+    other_q_HD, other_k_KD, cos_1D, sin_1D = q_HD, k_KD, 1.0, 0.0
     if ROTARY:
         other_q_HD = tl.load(query_ptr + partner[None, :], mask=asked_H[:, None] & wide[None, :], other=0.0)
         other_q_HD = other_q_HD.to(tl.float32)
+        other_k_KD = asked_heads(key, key_g, partner, wide & first, KEYS)
         cos_1D = tl.load(cos + a * angle_a + at, mask=asked, other=0.0).to(tl.float32)[None, :]
         sin_D = tl.load(sin + a * angle_a + at, mask=asked, other=0.0).to(tl.float32)
         sin_1D = tl.where(at < D // 2, -sin_D, sin_D)[None, :]
-    weight, other_weight = 1.0, 1.0
+    q_weight, k_weight, other_q_weight, other_k_weight = 1.0, 1.0, 1.0, 1.0
     if NORM:
-        weight = tl.load(query_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
-        other_weight = tl.load(query_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
+        q_weight = tl.load(query_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(key_norm + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+        other_q_weight = tl.load(query_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
+        other_k_weight = tl.load(key_norm + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
     q_HD = finished(
-        q_HD, other_q_HD, weight, other_weight, cos_1D, sin_1D, eps, query.dtype.element_ty,
+        q_HD, other_q_HD, q_weight, other_q_weight, cos_1D, sin_1D, eps, query.dtype.element_ty,
         D, NORM, OFFSET, ROUND, ROTARY,
     )  # fmt: skip
-    if PAIRS:
-        q_HD = q_HD.to(tl.float16)
-        q_even, q_odd = tl.split(tl.reshape(q_HD, [HEADS, WIDTH // 2, 2]))
-    else:
-        q_HD = q_HD.to(keys.dtype.element_ty)
-
+    if not SHARED:
+        k_KD = finished(
+            k_KD, other_k_KD, k_weight, other_k_weight, cos_1D, sin_1D, eps, query.dtype.element_ty,
+            D, NORM, OFFSET, ROUND, ROTARY,
+        )  # fmt: skip
+    q_HD = q_HD.to(tl.float16 if PAIRS else keys.dtype.element_ty).to(tl.float32)
     top_H = tl.full([HEADS], float("-inf"), tl.float32)
     mass_H = tl.zeros([HEADS], tl.float32)
     sum_HD = tl.zeros([HEADS, WIDTH], tl.float32)
@@ -233,16 +246,18 @@ def attend(
             top_H, mass_H, sum_HD = begun(part, top, mass, row_H, taken_H, parts, D, WIDTH)
     elif not LATE:
         new_H, v_HD = new_token(
-            q_HD, key + a * key_a + g * key_g, value + a * value_a + g * value_g, keys, values, key_scale, value_scale,
-            key_norm, cos_1D, sin_1D, eps, new_page, own % PAGE, g, first, key_g, value_g,
+            q_HD, k_KD, v_KD, keys, values, key_scale, value_scale, new_page, own % PAGE, g, first, scale,
             G, GROUP, KEYS, HEADS, D, WIDTH, PAGE, PAIRS, MOST, LEAST,
-            query.dtype.element_ty, NORM, OFFSET, ROUND, ROTARY,
         )  # fmt: skip
-        top_H = tl.where(split == 0, new_H * scale, float("-inf"))
+        top_H = tl.where(split == 0, new_H, float("-inf"))
         mass_H = tl.where(split == 0, tl.full([HEADS], 1.0, tl.float32), 0.0)
         sum_HD = v_HD
     if PAIRS:
+        q_HD = q_HD.to(tl.float16)
+        q_even, q_odd = tl.split(tl.reshape(q_HD, [HEADS, WIDTH // 2, 2]))
         sum_even, sum_odd = tl.split(tl.reshape(sum_HD, [HEADS, WIDTH // 2, 2]))
+    else:
+        q_HD = q_HD.to(keys.dtype.element_ty)
     at_pair, lane = tl.arange(0, WIDTH // 2), tl.arange(0, KEYS * BLOCK)
 
     for i in range(start, stop):
@@ -288,12 +303,10 @@ def attend(
         sum_HD = tl.reshape(tl.join(sum_even, sum_odd), [HEADS, WIDTH])
     if LATE and not SHARED:
         new_H, v_HD = new_token(
-            q_HD, key + a * key_a + g * key_g, value + a * value_a + g * value_g, keys, values, key_scale, value_scale,
-            key_norm, cos_1D, sin_1D, eps, new_page, own % PAGE, g, first, key_g, value_g,
+            q_HD, k_KD, v_KD, keys, values, key_scale, value_scale, new_page, own % PAGE, g, first, scale,
             G, GROUP, KEYS, HEADS, D, WIDTH, PAGE, PAIRS, MOST, LEAST,
-            query.dtype.element_ty, NORM, OFFSET, ROUND, ROTARY,
         )  # fmt: skip
-        new_H = tl.where(split == 0, new_H * scale, float("-inf"))
+        new_H = tl.where(split == 0, new_H, float("-inf"))
         mass_new_H = tl.full([HEADS], 1.0, tl.float32)
         top_H, mass_H, sum_HD = joined(top_H, mass_H, sum_HD, new_H, mass_new_H, v_HD)
     if SPLIT:
