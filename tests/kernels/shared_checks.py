@@ -214,7 +214,7 @@ def check_mistakes_are_seen() -> None:
         ("one_H = first_H & (i_H % GROUP == 0)", "one_H = first_H & (i_H == 0)", check_tiles_of_any_size),
         ("prompt_blocks, blocks = 0, blocks - prompt_blocks", "pass", check_tiles_of_any_size),
         ("live_H = live_H & (own_H >= 0)", "pass", check_dead_rows),
-        ("(lane // BLOCK)[None, :])", "(lane // BLOCK)[None, :] * 0)", check_several_key_heads_of_a_program),
+        ("of_B[None, :])", "of_B[None, :] * 0)", check_several_key_heads_of_a_program),
         ("        base_H = tl.where(new_H == float(\"-inf\"), 0.0, new_H)  #", "        base_H = new_H  #",
          check_splits_of_prompts_and_of_rows),
     ]  # fmt: skip

@@ -259,16 +259,19 @@ def attend(
     else:
         q_HD = q_HD.to(keys.dtype.element_ty)
     at_pair, lane = tl.arange(0, WIDTH // 2), tl.arange(0, KEYS * BLOCK)
+    ahead_B, of_B = lane, 0  # tokens and key heads after the first of a block
+    if KEYS > 1:
+        ahead_B, of_B = lane % BLOCK, lane // BLOCK
 
     for i in range(start, stop):
         next_page = page_of(i + 1, stop, prompt_blocks, low, low_own, prompt_pages, own_pages, PAGE, BLOCK)
         begin, inside = begin_of(i, prompt_blocks, low, low_own, BLOCK)
-        token = begin + lane % BLOCK
+        token = begin + ahead_B
         seen = (token >= tl.where(inside, low, low_own)) & (token < tl.where(inside, shared, own))
-        place_B = (page * G + g + lane // BLOCK) * PAGE + begin % PAGE + lane % BLOCK
+        place_B = (page * G + g + of_B) * PAGE + begin % PAGE + ahead_B
         mask, seen_HB = seen[:, None], seen[None, :]
         if KEYS > 1:
-            seen_HB = seen_HB & (tl.minimum(head // GROUP, KEYS - 1)[:, None] == (lane // BLOCK)[None, :])
+            seen_HB = seen_HB & (tl.minimum(head // GROUP, KEYS - 1)[:, None] == of_B[None, :])
         if PAIRS:
             offset = place_B[:, None] * (D // 2) + at_pair[None, :]
             if D < WIDTH:
