@@ -205,6 +205,7 @@ def watch_class() -> Any:
             self.seconds, self.tokens, self.start = 0.0, 0, 0.0
             self.scores: list[tuple[int, float, int, float]] = []
             self.batches: list[dict[str, float]] = []
+            self.apart: dict[str, float] = {}  # vLLM's log-probabilities and the trainer's, in the last batch
 
         def reward(self, completion_ids: list[list[int]], **given: Any) -> list[float]:
             self.tokens += sum(map(len, completion_ids))
@@ -215,7 +216,15 @@ def watch_class() -> Any:
             print(f"step {step}  {self.seconds:.1f} s  {self.scores[-1][3]:.1%}", file=sys.stderr, flush=True)
             self.since = now()
 
+        def warm(self) -> None:
+            """vLLM's first responses, as an evaluation is the native engine's first."""
+            if self.trainer.use_vllm:
+                texts = self.trainer.train_dataset[: self.judge.config.rollout.prompts]["prompt"]
+                ids = self.judge.policy.tokenizer(text=texts)["input_ids"]
+                self.trainer.vllm_generation.generate(ids, None, 1)
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.warm()
             self.look(0, given["model"])
             self.start = time.perf_counter() - BEGIN
 
@@ -227,6 +236,8 @@ def watch_class() -> Any:
             batch = self.since - begin
             self.seconds += batch
             self.batches.append({"batch": batch, **spent, "train": batch - sum(spent.values())})
+            noted = self.trainer._metrics["train"]  # cleared where it is logged, which is off
+            self.apart = {name: values[-1] for name, values in noted.items() if name.startswith("sampling/") and values}
             spent.update(dict.fromkeys(spent, 0.0))
             over = step == self.args.steps or self.seconds >= 60 * self.args.minutes
             if over or step % self.args.every == 0:
@@ -315,7 +326,7 @@ def run_trl(args: argparse.Namespace) -> Row:
         trainer.train()
     memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     found = {"scores": watch.scores, "start": watch.start, "memory_gb": memory, "batches": watch.batches}
-    return finished(args, "trl", found)
+    return finished(args, "trl", found | {"apart": watch.apart})
 
 
 def vllm_on_a_cpu() -> None:
@@ -338,7 +349,7 @@ def vllm_on_a_cpu() -> None:
 
 
 def table(rows: list[Row]) -> None:
-    """Of the results, one line each: what it took to the target; of a batch the seconds, medians without the first."""
+    """Of the results, one line each: what it took to the target; a batch's seconds, medians without the first."""
     names = [
         "target",
         "seconds",
