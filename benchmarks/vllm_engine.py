@@ -85,14 +85,15 @@ def watched(case: str, notes: list[Row]) -> None:
 
 def inside(case: str, folder: Path, options: list[str]) -> None:
     """One run, in a process of its own."""
-    from rpg.cli import main as rpg
+    from rpg import cli
 
+    cli.more_than_core = lambda: None  # packages of its extra that no run here needs may be missing
     notes: list[Row] = []
     watched(case, notes)
     engine = "native" if case == "native" else "vllm"
     command = ["train", "--output", str(folder / "run"), *QUIET, "--eval.every", "0", "--eval.problems", "64", *options]
     try:
-        code = rpg([*command, "--rollout.engine", engine, "--rollout.old_logp", "recompute"])
+        code = cli.main([*command, "--rollout.engine", engine, "--rollout.old_logp", "recompute"])
     finally:
         (folder / "notes.json").write_text(json.dumps(notes))
     raise SystemExit(code)
