@@ -34,35 +34,24 @@ CASES = {
     "all three": [*AHEAD, *REUSE, *CHOOSE],
 }
 QUIET = ["--log.view", "none", "--checkpoint.keep", "0", "--log.tensorboard", "false", "--log.report", "false"]
-# as `rpg`, also where packages of its extra are not installed that no run here needs (tensorboard, datasets)
-RPG = "from rpg import cli; cli.more_than_core = lambda: None; raise SystemExit(cli.main())"
 Row = dict[str, Any]
 
 
-def train(seed: int, target: float, options: list[str]) -> tuple[list[Row], float]:
-    """The rows of metrics.jsonl, of a run that ends at the target; and the seconds until the first of them."""
-    begin, first = time.perf_counter(), 0.0
+def one(case: str, seed: int, target: float, options: list[str]) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        run = ["train", "--output", f"{folder}/run", "--seed", str(seed), *QUIET, *options]
+        run = ["train", "--output", f"{folder}/run", "--seed", str(seed), *QUIET, *options, *CASES[case]]
         path, said = Path(folder) / "run" / "metrics.jsonl", Path(folder) / "said"
         with said.open("w") as errors:
-            process = subprocess.Popen([sys.executable, "-c", RPG, *run], stdout=errors, stderr=errors)
+            process = subprocess.Popen([sys.executable, "-m", "rpg", *run], stdout=errors, stderr=errors)
             while process.poll() is None:
                 time.sleep(0.5)
-                rows = read(path)
-                first = first or (time.perf_counter() - begin if rows else 0.0)
-                if max((score for *_, score in scores(rows)), default=0.0) >= target:
+                if max((score for *_, score in scores(read(path))), default=0.0) >= target:
                     process.terminate()  # it ends after its step
                     process.wait()
                     break
         rows = read(path)
         if process.returncode not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise SystemExit(said.read_text())
-    return rows, first
-
-
-def one(case: str, seed: int, target: float, options: list[str]) -> Row:
-    rows, _ = train(seed, target, [*options, *CASES[case]])
     trained = [row for row in rows if "ess" in row]
     if not trained:
         raise SystemExit("no step had anything to train on: more prompts, or longer responses")
