@@ -3,13 +3,13 @@
     python benchmarks/trl_run.py --model FOLDER --data FOLDER --target 0.38 --minutes 6
     python benchmarks/trl_run.py --model FOLDER --data FOLDER --side trl --json times.json      # one side in a call
     python benchmarks/trl_run.py --model builtin --recipe builtin/dapo --engine transformers --target 0.5 \\
-        --steps 4 --every 2 -- --rollout.prompts 4 --rollout.overlong false --eval.problems 32  # on a CPU, in seconds
+        --steps 4 --every 2 -- --rollout.prompts 4 --eval.problems 32                # on a CPU, in a minute
 
 FOLDER of --model is the model's, that of --data has GSM8K's two files (docs/data.md). Nothing is asked of a hub.
 
 What is the same: the model, the recipe's batch, learning rate and its warm-up, AdamW's constants, minibatches
-(optimiser steps on a batch), prompts to the token, temperature, reward functions, no KL, bounds 0.8 and 1.28,
-advantages (R − mean)/std, the token mean. Evaluations are those of `rpg eval` on both sides: the same problems and
+(optimiser steps on a batch), prompts to the token, temperature, reward functions, no overlong penalty, no KL, bounds
+0.8 and 1.28, advantages (R − mean)/std, the token mean. Evaluations are those of `rpg eval` on both sides: the same problems and
 random numbers, bfloat16 weights on a GPU, the native engine.
 
 Seconds are those of batches, without evaluations. What comes before the first batch (imports, loading, vLLM's start,
@@ -68,6 +68,7 @@ Row = dict[str, Any]
 def flags_of(args: argparse.Namespace) -> list[str]:
     """The settings that both sides have."""
     here = ["--model", args.model, "--minutes", str(args.minutes), "--eval.every", str(args.every)]
+    here += ["--rollout.overlong", "false"]
     return [*here, *(["--steps", str(args.steps)] if args.steps else []), *args.options]
 
 
