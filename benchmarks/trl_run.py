@@ -9,8 +9,8 @@ FOLDER of --model is the model's, that of --data has GSM8K's two files (docs/dat
 
 What is the same: the model, the recipe's batch, learning rate and its warm-up, AdamW's constants, minibatches
 (optimiser steps on a batch), prompts to the token, temperature, reward functions, no overlong penalty, no KL, bounds
-0.8 and 1.28, advantages (R − mean)/std, the token mean. Evaluations are those of `rpg eval` on both sides: the same problems and
-random numbers, bfloat16 weights on a GPU, the native engine.
+0.8 and 1.28, advantages (R − mean)/std, the token mean. Evaluations are those of `rpg eval` on both sides: the same
+problems and random numbers, bfloat16 weights on a GPU, the native engine.
 
 Seconds are those of batches, without evaluations. What comes before the first batch (imports, loading, vLLM's start,
 graphs, the first evaluation) is the column "start". The target is reached on the line between two evaluations, as in
