@@ -24,7 +24,11 @@ class Inputs:
     advantages: Tensor  # [B] or [B,T]
     mask: Tensor  # [B,T], 1.0 on response tokens
     length: Tensor  # [B]
-    tokens: float  # in all
+
+    @property
+    def tokens(self) -> float:
+        """In all; waits for the device."""
+        return float(self.length.sum())
 
     def log_ratio(self, a: Tensor, b: Tensor) -> Tensor:
         """log a/b, zero under the mask."""
@@ -68,13 +72,16 @@ def check_batch(
     ref_logp, rollout_logp = (None if x is None else x.detach().to(dtype) for x in (ref_logp, rollout_logp))
     advantages = advantages.detach().to(dtype)
     length = weight.sum(-1)
-    # NaN, infinite, or so large that times a ratio it would be infinite: only then is it worth cleaning under the mask.
-    given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None and x.numel()]
-    tokens, *ends = torch.stack([length.sum(), *(end for x in given for end in x.aminmax())]).tolist()
-    if not all(abs(end) < 1e3 for end in ends):
+    if logp.is_cuda or not _harmless(logp, old_logp, ref_logp, rollout_logp, advantages):  # a look would be a wait
         masked = ~mask.bool()
         logp, old_logp = logp.masked_fill(masked, 0), old_logp.masked_fill(masked, 0)
         ref_logp, rollout_logp = (None if x is None else x.masked_fill(masked, 0) for x in (ref_logp, rollout_logp))
         # a response without tokens has no advantage, whatever was computed for it
         advantages = advantages.masked_fill(masked if advantages.dim() == 2 else length == 0, 0)
-    return Inputs(logp, old_logp, ref_logp, rollout_logp, advantages, weight, length, tokens)
+    return Inputs(logp, old_logp, ref_logp, rollout_logp, advantages, weight, length)
+
+
+def _harmless(*given: Tensor | None) -> bool:
+    """Whether cleaning under the mask is not worth it: no NaN, no infinity, nothing that times a ratio would be one."""
+    ends = [end for x in given if x is not None and x.numel() for end in x.detach().aminmax()]
+    return all(abs(end) < 1e3 for end in torch.stack(ends).tolist()) if ends else True
