@@ -43,7 +43,10 @@ def test_extreme_logits(width):
 
 def test_half_types_lose_what_rounding_loses(width):
     data = inputs(torch.bfloat16)
-    found, exact = run(data, 1.0, 10, width), run(data._replace(hidden=data.hidden.double(), weight=data.weight.double()), 1.0, N, 64)
+    found, exact = (
+        run(data, 1.0, 10, width),
+        run(data._replace(hidden=data.hidden.double(), weight=data.weight.double()), 1.0, N, 64),
+    )
     assert found.d_hidden.dtype == torch.bfloat16
     assert found.d_weight.dtype == torch.float32
     for a, b in zip(found[2:], exact[2:], strict=True):

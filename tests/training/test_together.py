@@ -8,13 +8,12 @@ import torch
 import rpg
 from rpg import PolicyLoss
 from rpg.loss import mismatch
+from rpg.models import blocks as blocks_module
 from rpg.models import policy as policy_module
 from rpg.models.blocks import Block, cut
 from rpg.training import together
 from rpg.training.update import Means
 from training.test_update import make_data, make_policy, make_run
-
-
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +23,8 @@ def exact(monkeypatch):
     def in_rows(x_N, place_N, shape):
         return torch.zeros(shape.numel(), dtype=x_N.dtype).index_copy(0, place_N, x_N).view(shape)
 
-    monkeypatch.setattr(policy_module, "_in_rows", in_rows)
+    monkeypatch.setattr(policy_module, "in_rows", in_rows)
+    monkeypatch.setattr(blocks_module, "in_rows", in_rows)
 
 
 DTYPE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}  # of what it says
@@ -93,17 +93,21 @@ def test_every_method(name, tmp_path):
     assert_same(gradients(algorithm, tmp_path, most), gradients(algorithm, tmp_path, None))
 
 
+LEVELS = ("token", "sequence", "sequence-mean")
+REDUCTIONS = {"token-mean": None, "seq-mean-token-mean": None, "seq-mean-token-sum": None, "constant": 9.0}
 LOSSES = {
-    **{f"{level}, {reduction}": {"level": level, "reduction": reduction, "constant": 9.0 if reduction == "constant" else None}
-       for level in ("token", "sequence", "sequence-mean")
-       for reduction in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant")},
+    **{
+        f"{level}, {reduction}": {"level": level, "reduction": reduction, "constant": constant}
+        for level in LEVELS
+        for reduction, constant in REDUCTIONS.items()
+    },
     "entropy": {"divergence": "none", "entropy_bonus": 0.1},
     "entropy of responses": {"divergence": "none", "entropy_bonus": 0.1, "level": "sequence-mean"},
     "to go": {"divergence": "rkl", "kl_to_go": True, "beta": 0.1},
     "differentiable": {"divergence": "ufkl", "estimator": "differentiable", "beta": 0.1},
     **{f"mismatch {name}": {"mismatch": rule} for name, rule in mismatch.BY_NAME.items()},
     "mismatch of responses": {"mismatch": mismatch.TIS(level="sequence")},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -218,7 +222,9 @@ def test_every_token_is_in_one_block_and_in_its_rows(whole):
             assert not sum(lengths)
             continue
         rows = [row for row, n in enumerate(lengths) for _ in range(n)]
-        assert [token for block in blocks for token in range(block.tokens.start, block.tokens.stop)] == [*range(len(rows))]
+        assert [token for block in blocks for token in range(block.tokens.start, block.tokens.stop)] == [
+            *range(len(rows))
+        ]
         for block in blocks:
             assert 0 < block.tokens.stop - block.tokens.start <= 9
             assert set(rows[block.tokens]) <= {*range(block.rows.start, block.rows.stop)}

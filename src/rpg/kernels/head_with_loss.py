@@ -74,8 +74,9 @@ def head_with_loss(
         log_total_N = total_N.log()
         logp_N, entropy_N = picked_N - top_N - log_total_N, log_total_N - lean_N / total_N
         done.logp_N[block], done.entropy_N[block] = logp_N, entropy_N
-        ups = (None if up is None else up.to(space.wide).contiguous() for up in gradient_of(i, logp_N, entropy_N))
-        by = Slope(top_N + log_total_N, entropy_N, *ups)
+        d_logp_N, d_entropy_N = gradient_of(i, logp_N, entropy_N)
+        d_entropy_N = None if d_entropy_N is None else d_entropy_N.to(space.wide).contiguous()
+        by = Slope(top_N + log_total_N, entropy_N, d_logp_N.to(space.wide).contiguous(), d_entropy_N)
         d_logits_NV = kernels.slope_of_powers(by, top_WN, power_NV, logp_N, block_target_N, 1 / temperature)
         torch.mm(d_logits_NV, weight_VH, out=done.d_hidden_NH[block])
         if sum_VH is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +25,7 @@ class Inputs:
     advantages: Tensor  # [B] or [B,T]
     mask: Tensor  # [B,T], 1.0 on response tokens
     length: Tensor  # [B]
-
-    @property
-    def tokens(self) -> float:
-        """In all; waits for the device."""
-        return float(self.length.sum())
+    tokens: float | Tensor  # in all; a tensor where to read it is to wait for a GPU
 
     def log_ratio(self, a: Tensor, b: Tensor) -> Tensor:
         """log a/b, zero under the mask."""
@@ -72,16 +69,16 @@ def check_batch(
     ref_logp, rollout_logp = (None if x is None else x.detach().to(dtype) for x in (ref_logp, rollout_logp))
     advantages = advantages.detach().to(dtype)
     length = weight.sum(-1)
-    if logp.is_cuda or not _harmless(logp, old_logp, ref_logp, rollout_logp, advantages):  # a look would be a wait
+    # NaN, infinite, or so large that times a ratio it would be infinite: only then is it worth cleaning under the mask.
+    # To look would be to wait for a GPU, which cleans in less time.
+    tokens, ends = length.sum(), [math.inf]
+    if not logp.is_cuda:
+        given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None]
+        tokens, *ends = torch.stack([tokens, *(end for x in given if x.numel() for end in x.aminmax())]).tolist()
+    if not all(abs(end) < 1e3 for end in ends):
         masked = ~mask.bool()
         logp, old_logp = logp.masked_fill(masked, 0), old_logp.masked_fill(masked, 0)
         ref_logp, rollout_logp = (None if x is None else x.masked_fill(masked, 0) for x in (ref_logp, rollout_logp))
         # a response without tokens has no advantage, whatever was computed for it
         advantages = advantages.masked_fill(masked if advantages.dim() == 2 else length == 0, 0)
-    return Inputs(logp, old_logp, ref_logp, rollout_logp, advantages, weight, length)
-
-
-def _harmless(*given: Tensor | None) -> bool:
-    """Whether cleaning under the mask is not worth it: no NaN, no infinity, nothing that times a ratio would be one."""
-    ends = [end for x in given if x is not None and x.numel() for end in x.detach().aminmax()]
-    return all(abs(end) < 1e3 for end in torch.stack(ends).tolist()) if ends else True
+    return Inputs(logp, old_logp, ref_logp, rollout_logp, advantages, weight, length, tokens)

@@ -20,8 +20,8 @@ from ..kernels.head_with_loss import head_with_loss
 from ..kernels.kept import Kept
 from ..kernels.packed import Packing, pack, packed
 from . import BUILTIN, adapters
-from .blocks import Block
 from .architecture import head_alone, head_comes_apart, head_is_linear, restore_forward, why_not_packed
+from .blocks import Block, LossOf, gradients, in_rows
 from .loading import complete, end_ids_of, load
 
 OF_TOKENIZER = (  # what apply_chat_template takes for itself
@@ -30,8 +30,6 @@ OF_TOKENIZER = (  # what apply_chat_template takes for itself
 )
 CHUNK_ELEMENTS = 2**25  # logits held at once where the head is not linear
 Within = Callable[[], AbstractContextManager[Any]]
-LossOf = Callable[[Block, Tensor, Tensor, Tensor], Tensor]
-"""A block, and of its responses logp_BT, entropy_BT and which tokens are the block's -> its part of the loss"""
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ class Policy:
             inputs, state_N, target_N, within, recompute, None if kept is None else kept.to(self.device)
         )
         shape = mask_BT.shape
-        return Scored(_in_rows(logp_N, place_N, shape), _in_rows(self._entropy(entropy_N), place_N, shape), hidden_NH)
+        return Scored(in_rows(logp_N, place_N, shape), in_rows(self._entropy(entropy_N), place_N, shape), hidden_NH)
 
     def learn(
         self,
@@ -249,24 +247,14 @@ class Policy:
         hidden_NH = self._states(self._body(inputs, within, recompute), state_N)
 
         def gradient_of(i: int, logp_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, Tensor | None]:
-            block, width = blocks[i], mask_BT.shape[1]
-            shape = torch.Size([block.rows.stop - block.rows.start, width])
-            where_N = place_N[block.tokens] - block.rows.start * width
-            here_BT = torch.zeros_like(mask_BT[block.rows]).view(-1).index_fill_(0, where_N, True).view(shape)
-            logp_N.requires_grad_()
-            entropy_N.requires_grad_(self.entropy_gradient)
-            with torch.enable_grad():
-                loss = loss_of(block, _in_rows(logp_N, where_N, shape), _in_rows(entropy_N, where_N, shape), here_BT)
-            asked = (logp_N, entropy_N) if self.entropy_gradient else (logp_N,)
-            d_logp_N, *d_entropy_N = torch.autograd.grad(loss, asked, allow_unused=True)
-            return torch.zeros_like(logp_N) if d_logp_N is None else d_logp_N, next(iter(d_entropy_N), None)
+            return gradients(blocks[i], loss_of, logp_N, entropy_N, place_N, mask_BT, self.entropy_gradient)
 
         tokens = [block.tokens for block in blocks]
         done = head_with_loss(hidden_NH, self.head(), target_N, tokens, gradient_of, sum_VH, self.temperature)
         if hidden_NH.requires_grad:
             hidden_NH.backward(done.d_hidden_NH)  # type: ignore[no-untyped-call]
         shape = mask_BT.shape
-        return Scored(_in_rows(done.logp_N, place_N, shape), _in_rows(done.entropy_N, place_N, shape), None)
+        return Scored(in_rows(done.logp_N, place_N, shape), in_rows(done.entropy_N, place_N, shape), None)
 
     def _laid_out(
         self, ids_BL: Tensor, start_B: Tensor, mask_BT: Tensor, prompt_B: Tensor | None, packing: Packing | None
@@ -383,11 +371,6 @@ class Policy:
         else:
             self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-
-
-def _in_rows(x_N: Tensor, place_N: Tensor, shape: torch.Size) -> Tensor:
-    """[B,T] in float32, zero where there is no response token."""
-    return torch.zeros(shape.numel(), device=x_N.device).index_copy(0, place_N, x_N.float()).view(shape)
 
 
 def _logp(

@@ -6,10 +6,13 @@ than the log-probabilities of its own. What compares more than that has been dec
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels.head_with_loss import rows_at_once, saves_time
+from ..kernels.packed import Packing
 from ..loss.methods import Method
 from ..loss.mismatch import SequenceMask
 from ..loss.policy_loss import PolicyLoss
@@ -41,8 +44,8 @@ def needs_whole_responses(loss: PolicyLoss) -> bool:
 
 
 def blocks_of(part: Batch, loss: PolicyLoss, head_VH: Tensor) -> list[Block] | None:
-    """None: the head goes first, the loss after it: sampling was truncated, or a response that has to be whole is longer
-    than a block."""
+    """None: the head goes first, the loss after it. Sampling was truncated, or a response that has to be whole is
+    longer than a block."""
     if part.kept is not None:
         return None
     most = rows_at_once(len(head_VH), head_VH.element_size())
@@ -57,13 +60,15 @@ def learn_together(
     loss: PolicyLoss,
     denominator: float,
     chosen_BT: Tensor | None,
-    **how: object,
+    recompute: bool,
+    packing: Packing | None,
 ) -> tuple[Scored, Tensor]:
-    """A micro-batch's gradients, into the sums; its log-probabilities and its loss. ``how``: as Policy.learn has it."""
+    """A micro-batch's gradients, into the sums; its log-probabilities and its loss."""
     losses = []
 
     def loss_of(block: Block, logp_BT: Tensor, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        given = {name: None if x is None else x[block.rows] for name, x in part.loss_inputs.items()} | {"mask": mask_BT}
+        given: dict[str, Any] = {name: x if x is None else x[block.rows] for name, x in part.loss_inputs.items()}
+        given["mask"] = mask_BT
         chosen = None if chosen_BT is None else chosen_BT[block.rows]
         out = loss(logp_BT, **given, denominator=denominator, entropy=entropy_BT, chosen=chosen)
         losses.append(out.loss.detach())
@@ -71,6 +76,6 @@ def learn_together(
 
     where = part.ids_BL, part.start_B, part.mask_BT, part.group_B
     total = optimizer.sum_of(policy.head_parameter())
-    scored = policy.learn(*where, **how, blocks=blocks, loss_of=loss_of, sum_VH=total)  # type: ignore[arg-type]
+    scored = policy.learn(*where, recompute, packing, blocks=blocks, loss_of=loss_of, sum_VH=total)
     optimizer.accumulate()
     return scored, torch.stack(losses).sum()
