@@ -1,6 +1,6 @@
 """The head together with the loss beside linear_logp and three bare products: errors, milliseconds, memory.
 
-    python benchmarks/head.py [--tokens 16384] [--hidden 2560] [--vocab 151936] [--rows 1024 1664] [--columns 8192 16384]
+    python benchmarks/head.py [--tokens 16384] [--hidden 2560] [--vocab 151936] [--rows 1024 1664] [--columns 8192]
     python benchmarks/head.py --device cpu      # tiny, to see that it works
 
 First gradients against float64. Then whole runs over blocks of so many tokens (rows) and so many columns of the
@@ -72,6 +72,8 @@ def show_times(sizes: Sizes, rows: list[int], columns: list[int]) -> None:
         bench.clear(inputs)
         return milliseconds
 
+    if sizes.device != "cpu":
+        print_waits(bench.with_loss(inputs, sizes, rows[0], in_float32=True)[0])
     products = show("three bare products", partial(bench.three_products, inputs))
     show("linear_logp", partial(bench.both_ways, bench.linear_logp, inputs))
     for width in columns:
@@ -79,6 +81,19 @@ def show_times(sizes: Sizes, rows: list[int], columns: list[int]) -> None:
             for in_float32, kind in TYPES.items():
                 run, _ = bench.with_loss(inputs, sizes, count, in_float32, width)
                 show(f"together, {count:,} rows, {width:,} columns, {kind}", run)
+
+
+def print_waits(run: Callable[[], object]) -> None:
+    """Whether the host waits for the GPU between blocks, which would leave it idle."""
+    run()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+        print("the host never waits for the GPU")
+    except RuntimeError as error:
+        print(f"the host waits for the GPU: {str(error).splitlines()[0]}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @torch.no_grad()

@@ -62,8 +62,9 @@ def logp_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
         f"{sizes.tokens:,} tokens, hidden size {sizes.hidden:,}, vocabulary {sizes.vocab:,}, {sizes.dtype}, forward "
         f"and backward, medians of {sizes.repeats} after one to warm up. Errors are those of {checked} other "
         "tokens against float64. With loss: DAPO's, the gradient added up over blocks of tokens, in the head's type "
-        "or in float32, as rpg train has it (its memory is then not that of the others). Liger and cut-cross-entropy give no entropy; Liger computes its whole GRPO loss, one "
-        "sequence at a time, which is its default; cut-cross-entropy leaves small gradients out, likewise."
+        "or in float32, as rpg train has it, which is twice the bytes. Liger and cut-cross-entropy give no entropy; "
+        "Liger computes its whole GRPO loss, one sequence at a time, which is its default; cut-cross-entropy leaves "
+        "small gradients out, likewise."
     )
     section = Section("logp", "Log-probabilities from the head", COLUMNS, about)
     record = recorder(section, sizes, watch)
