@@ -291,7 +291,7 @@ class GraphStream(Stream, GraphBatch):
             raise Outgrown
 
     def _advance(self) -> None:
-        self._keep_busy()
+        self._begin_steps()
         self._come_back()
         if not self.begun or self.waiting:
             self._admit()
@@ -303,6 +303,9 @@ class GraphStream(Stream, GraphBatch):
             pass
 
     def _keep_busy(self) -> None:
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
         if self.live and not self.running:
             self._start_steps()
             self.running = True
