@@ -55,8 +55,8 @@ def pack(
     """Of sequences [B, width] padded on the right: the response of row b begins at start_B[b], mask_BT is true on it.
 
     Rows with the same prompt number have the same prompt. A response's last token predicts nothing and is left out.
-    All indices are made on the CPU: one copy comes from the device, one goes there, or to ``device``: then nothing waits
-    where the tensors are on the host.
+    All indices are made on the CPU: one copy comes from the device, one goes there. Of tensors on the host, with
+    ``device``, nothing waits.
     """
     number_B = torch.arange(len(start_B), device=start_B.device) if prompt_B is None else prompt_B
     about = torch.cat([start_B[:, None], number_B[:, None], mask_BT], 1).cpu().numpy()

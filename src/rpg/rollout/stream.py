@@ -410,8 +410,8 @@ class GraphStream(Stream, GraphBatch):
     # ---- between two steps -------------------------------------------------------------------------------------------
 
     def go_on_as(self, version: int) -> None:
-        """Everything is where it was when decoding stopped, and the weights may be new. The books forget what is over and
-        told; rows stand in the order in which they would come from the host."""
+        """Everything is where it was when decoding stopped, and the weights may be new. The books forget what feed has
+        been told of; rows stand in the order in which they would come from the host."""
         going = [*self.over, *self.unfinished]
         requests = [r for i in going for r in range(i * self.n, (i + 1) * self.n)]
         group, request = ({old: new for new, old in enumerate(olds)} for olds in (going, requests))
