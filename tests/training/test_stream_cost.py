@@ -112,3 +112,38 @@ def test_nothing_waits_for_steps_that_have_just_begun(run, monkeypatch):
     assert len(looks) <= len(starts) + 1  # one look for all that has happened, and one for the very first tokens
     assert 7 < run.counted.steps / len(starts) <= 8
     assert fed.count(False) == 1  # the first
+
+
+@pytest.mark.parametrize("cache", ["kept", "recomputed"])
+def test_from_a_checkpoint_it_goes_on_as_it_would_have_in_place(cache):
+    """By the GPU's way of steps: also with groups that ended in the steps after the last word on whether to stop."""
+    model, tokenizer, carried = tiny.make("llama-tied", max_position_embeddings=256), tiny.tokenizer(), []
+    problems = [Problem(f"w{2 + i % 30} w{2 + i // 30}", str(i % 4)) for i in range(900)]
+
+    def made():
+        engine = NativeEngine(model, tokenizer, 24, graphs=True, end_ids=[7, 39])
+        settings = RolloutConfig(prompts=4, samples=4, max_new_tokens=60, slots=24, ahead=1.0, cache=cache)
+        config = Config(algorithm="dapo", rollout=settings)
+        sampler = Sampler(Policy(model, tokenizer), engine, SimpleNamespace(score=scored), config)
+        task, position = SimpleNamespace(train=problems), SamplingPosition(keep_rate=0.5)
+        return StreamCollector(config, method_of(config), sampler, task, position)
+
+    found = []
+    for by_checkpoint in (False, True):
+        collector, steps = made(), []
+        for step in range(1, 9):
+            groups = collector.collect(step).groups
+            steps.append([(g.number, [(r.rollout.tokens, r.rollout.versions) for r in g.responses]) for g in groups])
+            carried.append(any(group.over for group in collector.under_way))
+            values, tensors = collector.state()
+            if by_checkpoint:
+                position = collector.position
+                collector.close()
+                collector = made()
+                collector.position = position
+                collector.load(values, tensors)
+        collector.close()
+        found.append(steps)
+    assert found[0] == found[1]
+    assert any(carried)
+    assert any(len(set(versions)) > 1 for step in found[0] for _, group in step for _, versions in group)
