@@ -57,13 +57,13 @@ def scored(items):
     return Scores([float(s) for s in solved], {}, [], solved)
 
 
-@pytest.fixture
-def run(monkeypatch):
+@pytest.fixture(params=["dapo"])
+def run(request, monkeypatch):
     model, tokenizer = tiny.make("llama-tied", max_position_embeddings=512), tiny.tokenizer()
     engine = NativeEngine(model, tokenizer, SLOTS, graphs=True, end_ids=[END])
     engine.expect(8)
     settings = RolloutConfig(prompts=PROMPTS, samples=SAMPLES, max_new_tokens=TOKENS, slots=SLOTS, ahead=1.0)
-    config = Config(algorithm="dapo", rollout=settings)
+    config = Config(algorithm=request.param, rollout=settings)
     problems = [Problem(f"w{2 + i % 30} w{2 + i // 30} w{3 + i % 7}", str(i % 4)) for i in range(900)]
     sampler = Sampler(Policy(model, tokenizer), engine, SimpleNamespace(score=scored), config)
     collector = StreamCollector(
@@ -89,6 +89,15 @@ def test_slots_are_full_and_prompts_are_read_in_few_passes(run):
         assert len(experience.groups) == PROMPTS
         assert experience.more["groups/ready"] < PROMPTS
     assert max(experience.more["groups/under_way"] for experience in found) <= 2 * PROMPTS * 4
+
+
+@pytest.mark.parametrize("run", ["grpo"], indirect=True)
+def test_where_slots_are_left_over_prompts_are_not_read_as_they_come(run):
+    """Without dynamic sampling so few groups are under way that slots are always free."""
+    for step in range(1, 2 + STEPS):
+        run.collector.collect(step)
+    assert run.counted.rows / run.counted.steps / SLOTS < 0.6
+    assert run.counted.prompts / run.counted.passes > 5  # 7.3; 2.6 where they are
 
 
 def test_nothing_waits_for_steps_that_have_just_begun(run, monkeypatch):

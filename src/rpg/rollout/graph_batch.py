@@ -30,8 +30,6 @@ FIRST_ROWS = 128  # first tokens drawn at once
 class GraphBatch:
     """One call of generate: ``run`` it, then take the ``rollouts``. Request r is sample r % n of prompt r // n."""
 
-    lots = 8  # prompts are read when so large a part of the slots is free: an eighth
-
     def __init__(
         self,
         decoder: GraphDecoder,
@@ -118,7 +116,7 @@ class GraphBatch:
         """Begin requests, when enough slots are free to be worth a pass over their prompts. Those set back go first."""
         if self.waiting:
             return self._resume()
-        if not self.queue or (self.live and len(self.free) < max(1, self.buffers.slots // self.lots)):
+        if not self.queue or (self.live and not self._worth_a_pass()):
             return False
         requests: list[int] = []
         fresh: list[int] = []
@@ -153,6 +151,9 @@ class GraphBatch:
                 self._begin(some, logits[which])
             self.pending = {chunk[-1]: logits[-1:].clone()}
         return bool(requests)
+
+    def _worth_a_pass(self) -> bool:
+        return len(self.free) >= max(1, self.buffers.slots // 8)
 
     def _chunks(self, prompts: Sequence[int]) -> Iterator[list[int]]:
         chunk: list[int] = []

@@ -23,6 +23,8 @@ from .graph_batch import READ_TOKENS, GraphBatch
 from .graphs import GraphDecoder
 from .pages import from_host, to_host
 
+LOTS = 4  # so large a part of the slots is to be free, and so many responses beside those under way to be begun
+
 
 class Outgrown(Exception):
     """A prompt is longer than there is room for: what is under way has to go on from larger buffers."""
@@ -264,8 +266,6 @@ class GraphStream(Stream, GraphBatch):
     """By replayed graphs, on a GPU. It has its next steps to do before anything else is done: what has ended is read
     and scored, and new prompts are encoded and read, while it decodes."""
 
-    lots = 4  # of a queue that never ends: a pass over few prompts takes as long as one over many
-
     def __init__(
         self, decoder: GraphDecoder, end_ids: Sequence[int], n: int, sampling: Sampling, longest: int, version: int
     ):
@@ -314,6 +314,10 @@ class GraphStream(Stream, GraphBatch):
         if self.running:
             self._look()
             self.running = False
+
+    def _worth_a_pass(self) -> bool:
+        """A pass over few prompts takes as long as one over many, and groups come as others end: a few at a time."""
+        return len(self.free) >= max(1, self.buffers.slots // LOTS) and len(self.queue) >= len(self.live) // LOTS
 
     def _take(self, done: Sequence[int]) -> None:
         """To the host at once: nothing is asked of the device just now, and soon it will have steps to do."""
