@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -188,7 +189,10 @@ class Policy:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, special tokens such as <think> included; not the model's own end, beginning and padding tokens."""
-        return str(self.tokenizer.decode([t for t in tokens if t not in self._unread], skip_special_tokens=False))
+        read = np.array(
+            [t for t in tokens if t not in self._unread], dtype=np.int64
+        )  # of a list it looks at each token
+        return str(self.tokenizer.decode(read, skip_special_tokens=False))
 
     @cached_property
     def _unread(self) -> set[int | None]:
