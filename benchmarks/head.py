@@ -5,7 +5,7 @@
 
 First gradients against float64. Then whole runs over blocks of so many tokens (rows) and so many columns of the
 vocabulary at once, with the head's gradient in bfloat16 and in float32. At last each part of one block by itself, as
-often as there are blocks: where the time is.
+often as there are blocks: where the time is. "in 3": d states with the vocabulary in three parts at once.
 """
 
 from __future__ import annotations
@@ -96,6 +96,20 @@ def print_waits(run: Callable[[], object]) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def in_parts(count: int, a_NV: torch.Tensor, weight_VH: torch.Tensor, out_NH: torch.Tensor) -> None:
+    """The states' gradient, the vocabulary in so many parts at once: its product has few rows, and may leave
+    multiprocessors idle."""
+    width = a_NV.shape[1] // count // 8 * 8
+    end = count * width
+    a_PNC = a_NV[:, :end].unflatten(1, (count, width)).transpose(0, 1)
+    weight_PCH = weight_VH[:end].view(count, width, -1)
+    how = {"out_dtype": torch.float32} if a_NV.is_cuda else {}
+    sums_PNH = torch.bmm(a_PNC, weight_PCH, **how)
+    if end < a_NV.shape[1]:
+        logp._product(a_NV[:, end:], weight_VH[end:], sums_PNH[0], add=True)
+    out_NH.copy_(sums_PNH.sum(0))
+
+
 @torch.no_grad()
 def show_parts(sizes: Sizes, rows: int, columns: int) -> None:
     """Of one block, times the number of blocks."""
@@ -127,13 +141,19 @@ def show_parts(sizes: Sizes, rows: int, columns: int) -> None:
         "observe": observe,
         "slope": lambda: kernels.slope_of_powers(by, top_WN, power_NV, ones_N, target_N, 1.0),
         "d states": lambda: torch.mm(random_NV, weight_VH, out=out_NH),
+        **{f"in {n}": partial(in_parts, n, random_NV, weight_VH, out_NH) for n in (2, 3, 4, 8)},
         "d head": lambda: torch.mm(random_NV.T, hidden_NH, out=half_VH),
         "+= half": lambda: together._add_product(random_NV.T, hidden_NH, half_VH),
         "+= float32": lambda: together._add_product(random_NV.T, hidden_NH, float_VH),
     }
     count = -(-sizes.tokens // rows)
     print(f"\nparts, {count} × {rows:,} rows, {columns:,} columns, ms in all: ", end="")
-    times = [f"{name} {1000 * count * timed(run, sizes.device, sizes.repeats):.2f}" for name, run in parts.items()]
+    times = []
+    for name, run in parts.items():
+        try:
+            times.append(f"{name} {1000 * count * timed(run, sizes.device, sizes.repeats):.2f}")
+        except (RuntimeError, TypeError) as error:  # torch has no such product
+            times.append(f"{name}: {str(error).splitlines()[0]}")
     print(", ".join(times), flush=True)
     fresh(sizes.device)
 

@@ -91,7 +91,9 @@ def measure(
     if clip is not None:
         out |= _cut(clip, clip.outside(w, terms.signed_advantage, terms.seen), terms.signed_advantage, of_samples)
     elif token_clip is not None:
-        out |= _cut(token_clip, token_clip.outside(token_w, terms.advantage[:, None]), terms.advantage[:, None], of_tokens)
+        out |= _cut(
+            token_clip, token_clip.outside(token_w, terms.advantage[:, None]), terms.advantage[:, None], of_tokens
+        )
     if terms.kl is not None or to_go_BT is not None:
         reward = (terms.weight * terms.advantage).abs()
         if to_go_BT is None:

@@ -217,8 +217,8 @@ class Updater:
         for i, (index, part) in enumerate(micro_batches):
             chosen = None if chosen_BT is None or index is None else chosen_BT[index, : part.mask_BT.shape[1]]
             if (cut := blocks[i]) is not None:
-                rule, how = (policy_loss, denominator, chosen), (self.oom_retry.recompute, packings[i])
-                scored, loss = learn_together(self.policy, self.optimizer, part, cut, *rule, *how)
+                rule, recompute = (policy_loss, denominator, chosen), self.oom_retry.recompute
+                scored, loss = learn_together(self.policy, self.optimizer, part, cut, *rule, recompute, packings[i])
             else:
                 scored = self._score(part, packings[i])
             packings[i] = None  # what its layers shared goes with the backward pass
