@@ -20,7 +20,7 @@ from .logp import LOWEST, _product
 from .logp_torch import WIDTH, Slope
 
 COLUMNS = 4 * WIDTH  # of the vocabulary at once, whose logits are in float32 for a moment
-MOST_BYTES = 9 * 2**26  # of a block of tokens: all its powers, and the logits of COLUMNS
+MOST_BYTES = 21 * 2**25  # of a block of tokens: all its powers, and the logits of COLUMNS
 TILE = 128  # tokens that a matrix product takes at once
 
 GradientOf = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor | None]]

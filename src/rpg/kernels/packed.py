@@ -258,7 +258,7 @@ def packed(configs: list[Any], packing: Packing) -> Iterator[list[int | None]]:
         layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         windows.append(window)
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # x[0] would copy gradients
         return attend(query, key, value, packing, scale, window).unsqueeze(0)
 
     with custom_attention(configs, over_the_pack):

@@ -201,8 +201,9 @@ class Policy:
     # ---- log-probabilities -------------------------------------------------------------------------------------------
 
     def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
-        """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
-        return pack(start_B, mask_BT, width, prompt_B) if self.packs else None
+        """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device, unless the
+        tensors are on the host."""
+        return pack(start_B, mask_BT, width, prompt_B, self.device) if self.packs else None
 
     def score(
         self,

@@ -205,8 +205,8 @@ class Updater:
         """
         micro_batches = rank_micro_batches(batch, tokens, self.policy.packs, self.world)
         policy_loss, chosen_BT = self._fitted(batch, micro_batches)
-        # all before the first pass, as each waits for the device
-        packings = [self.policy.pack(p.start_B, p.mask_BT, p.ids_BL.shape[1], p.group_B) for _, p in micro_batches]
+        # all that waits for the device before the first pass: the host lays out each one while the one before it runs
+        layouts = [part.layout() for _, part in micro_batches]
         head = self.policy.head() if self.together else None
         blocks = [None if head is None else blocks_of(part, policy_loss, head) for _, part in micro_batches]
         denominator = float(policy_loss.count(batch.mask_BT))
@@ -215,13 +215,14 @@ class Updater:
         curvature = None if keep_BT is None else self._curvature()
         losses = []
         for i, (index, part) in enumerate(micro_batches):
+            packing = self.policy.pack(*layouts[i])
             chosen = None if chosen_BT is None or index is None else chosen_BT[index, : part.mask_BT.shape[1]]
             if (cut := blocks[i]) is not None:
                 rule, recompute = (policy_loss, denominator, chosen), self.oom_retry.recompute
-                scored, loss = learn_together(self.policy, self.optimizer, part, cut, *rule, recompute, packings[i])
+                scored, loss = learn_together(self.policy, self.optimizer, part, cut, *rule, recompute, packing)
             else:
-                scored = self._score(part, packings[i])
-            packings[i] = None  # what its layers shared goes with the backward pass
+                scored = self._score(part, packing)
+            del packing  # what its layers shared goes with the backward pass
             if index is None:  # another rank has more: take part
                 (scored.logp_BT.sum() * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.accumulate()
