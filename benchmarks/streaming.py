@@ -84,7 +84,7 @@ def ahead(engine: NativeEngine, prompts: int, steps: int, by: float) -> tuple[fl
             taken.extend(over)
             if len(taken) >= prompts:
                 return None
-            more = max(0, math.ceil(prompts * (1 + by)) - open_groups - len(taken))
+            more = max(0, math.ceil(prompts * (1 + by)) - open_groups)
             number += more
             return [Underway.begin(i, PROMPT, i, SAMPLES) for i in range(number - more, number)]
 

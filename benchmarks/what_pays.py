@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import signal
 import statistics
 import subprocess
@@ -53,10 +54,10 @@ def one(case: str, seed: int, target: float, options: list[str]) -> Row:
                     break
         rows = read(path)
         if process.returncode not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
-            raise SystemExit(said.read_text())
+            raise RuntimeError(said.read_text())
     trained = [row for row in rows if "ess" in row]
     if not trained:
-        raise SystemExit("no step had anything to train on: more prompts, or longer responses")
+        raise RuntimeError("no step had anything to train on: more prompts, or longer responses")
     sampled, used = (sum(row[name] for row in trained) for name in ("groups/sampled", "groups/kept"))
     again = sum(row.get("replay/groups", 0.0) for row in trained)
     parts = {name: statistics.median(row[f"time/{name}"] for row in trained) for name in ("step", "rollout", "train")}
@@ -66,7 +67,8 @@ def one(case: str, seed: int, target: float, options: list[str]) -> Row:
         "scores": scores(rows),
         "sampled_for_one": sampled / (used - again),
         "ess": statistics.mean(row["ess"] for row in trained),
-        "lag": max(row.get("lag/max", 0.0) for row in trained),
+        "lag": statistics.mean(row.get("lag/mean", 0.0) for row in trained),
+        "busy": statistics.mean(row.get("slots/busy", math.nan) for row in trained),
         "seconds": parts,
     }
 
@@ -151,7 +153,11 @@ def main() -> None:
     known = {(row["case"], row["seed"]) for row in rows}
     for seed, case in itertools.product(range(args.seeds), args.cases):
         if (case, seed) not in known:
-            rows.append(one(case, seed, args.target, args.options))
+            try:
+                rows.append(one(case, seed, args.target, args.options))
+            except RuntimeError as error:  # the other cases are worth having
+                print(f"{case}, seed {seed}, failed: {error}", file=sys.stderr, flush=True)
+                continue
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if args.json:
                 args.json.write_text(json.dumps(rows, indent=0))

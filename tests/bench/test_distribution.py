@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from scipy import stats
 
-from rpg.bench.logp import HEADS, errors, exact, make_inputs, plain
+from rpg.bench.logp import HEADS, both_ways, errors, exact, make_inputs, plain
 from rpg.bench.rollout import (
     PROMPT,
     TOP_P,
@@ -94,13 +95,13 @@ def test_the_exact_gradient_is_autograds():
 
 
 def test_errors_are_small_where_it_is_right_and_large_where_not():
-    assert max(errors(plain, SIZES).values()) < 1e-4
+    assert max(errors(partial(both_ways, plain), SIZES).values()) < 1e-4
 
     def wrong(hidden_NH, weight_VH, target_N):
         logp_N, entropy_N = plain(hidden_NH * 1.01, weight_VH, target_N)
         return logp_N, entropy_N + 0.1
 
-    found = errors(wrong, SIZES)
+    found = errors(partial(both_ways, wrong), SIZES)
     assert set(found) == {"logp error", "entropy error", "d states error", "d head error"}
     assert min(found.values()) > 1e-3
 

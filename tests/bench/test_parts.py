@@ -88,11 +88,20 @@ def test_logp_targets():
     assert [t.mark for t in section.rows[0].targets] == ["✓", "✗", "✓"]
 
 
+def test_targets_of_the_head_with_its_loss():
+    rows = [BenchRow("rpg head with loss", {"× products": 1.29, "peak GiB": 2.01}), BenchRow("rpg linear_logp", {})]
+    section = Section("logp", "", logp.COLUMNS, rows=rows)
+    logp.set_targets(section)
+    assert [t.mark for t in section.rows[0].targets] == ["✓", "✗"]
+
+
 def test_logp():
     skipped = ["Liger GRPO loss", "cut-cross-entropy"]
     rows = finite(logp_section(SIZES, CEILINGS, quiet), without=skipped)
     assert rows["rpg linear_logp"]["logp error"] < 1e-4
     assert rows["TRL's fused head"]["d head error"] < 1e-4
+    for name in ("rpg head with loss", "rpg head with loss, float32 sum"):
+        assert max(value for quantity, value in rows[name].items() if "error" in quantity) < 1e-4
     products = rows["three bare products"]["ms"]
     assert rows["rpg linear_logp"]["× products"] == pytest.approx(rows["rpg linear_logp"]["ms"] / products)
 

@@ -9,6 +9,7 @@ import transformers
 import tiny
 from rpg.costs.memory import Layout, available_bytes, choose, estimate
 from rpg.distributed.context import RunContext
+from rpg.kernels.head_with_loss import block_bytes, rows_at_once
 from rpg.models.policy import Policy
 from rpg.run.config import Config, OptimConfig, ReferenceConfig, RolloutConfig
 from rpg.training.batch import make_batch, micro_batches
@@ -67,6 +68,23 @@ def test_recomputation_keeps_the_inputs_of_layers(half_billion):
     assert activations(micro_tokens=16384) == 2 * activations()
     assert activations(micro_tokens=1) == activations(micro_tokens=1536)  # a sequence is not cut
     assert activations(logits=True) - activations() == 8192 * 151936 * 14  # logits
+
+
+def test_a_block_of_the_head_counts_where_it_is_more_than_the_gradients_that_are_not_there_yet(half_billion):
+    how = {"recompute": False, "reference": False, "logits": False, "gpu": True}
+    assert estimate(half_billion, CONFIG, FULL, 8192, **how).head == 0
+    embedding = half_billion.get_input_embeddings().weight
+    for parameter in half_billion.parameters():
+        parameter.requires_grad_(parameter is embedding)
+    found = estimate(half_billion, CONFIG, FULL, 8192, **how)
+    assert found.head == block_bytes(rows_at_once(151936, 2), 151936, 2) - 2 * embedding.numel() > 0
+    assert found.training == found.weights + found.masters + found.moments + found.gradients + found.cache + (
+        found.activations + found.head
+    )
+    assert "head" not in found.during("sampling")
+    assert estimate(half_billion, CONFIG, FULL, 8192, **{**how, "gpu": False}).head == 0
+    assert estimate(half_billion, CONFIG, FULL, 8192, **{**how, "logits": True}).head == 0
+    half_billion.requires_grad_(True)
 
 
 def test_a_moving_average_of_half_precision_is_held_in_float32_too(half_billion):

@@ -82,11 +82,11 @@ def test_tokens_are_of_the_weights_that_drew_them():
     """Computed anew, a response's second half is drawn as if the new weights had written its first half too."""
     old, new = tiny.make("llama-tied"), tiny.make("llama-tied", spread=0.3)
     run = engine(old, slots=64)
-    first = decode(run, begin(), lambda done, under_way: None if done else [], version=3)
+    first = decode(run, begin(), lambda done, under_way: None if done else [], tokens=40, version=3)
     assert first
     old.load_state_dict(new.state_dict())
     over = []
-    assert decode(run, first, lambda done, under_way: over.extend(done) or [], version=4) == []
+    assert decode(run, first, lambda done, under_way: over.extend(done) or [], tokens=40, version=4) == []
     before = tiny.make("llama-tied")
     mixed = 0
     for group in over:
@@ -103,7 +103,7 @@ def test_tokens_are_of_the_weights_that_drew_them():
 def test_kept_keys_are_those_of_the_old_weights():
     old, new = tiny.make("llama-tied"), tiny.make("llama-tied", spread=0.3)
     run = engine(old, slots=64)
-    first = decode(run, begin(), lambda done, under_way: None if done else [], keep_cache=True)
+    first = decode(run, begin(), lambda done, under_way: None if done else [], tokens=40, keep_cache=True)
     run.copy_cache()
     anew = [Underway(g.number, g.prompt, g.seed, [Partial(**vars(p) | {"cache": []}) for p in g.parts]) for g in first]
     held = [Underway(g.number, g.prompt, g.seed, [Partial(**vars(p)) for p in g.parts], g.cache) for g in first]
@@ -111,7 +111,7 @@ def test_kept_keys_are_those_of_the_old_weights():
     found = []
     for groups in (anew, held):
         over = []
-        decode(run, groups, lambda done, under_way, over=over: over.extend(done) or [])
+        decode(run, groups, lambda done, under_way, over=over: over.extend(done) or [], tokens=40)
         found.append({group.number: group.parts for group in over})
     assert any(a.logp != b.logp for i in found[0] for a, b in zip(found[0][i], found[1][i], strict=True))
 

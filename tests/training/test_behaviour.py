@@ -72,7 +72,8 @@ def behaviour(run, cut, keep):
     def until_cut(over, under_way):
         found.update((group.number, group.parts[0]) for group in over)
         asked.append(under_way)
-        return None if len(asked) > cut else []
+        begun = engine.graphs and cut > 1  # the next step, before it is asked
+        return None if len(asked) > cut - begun else []
 
     def to_the_end(over, under_way):
         found.update((group.number, group.parts[0]) for group in over)
@@ -145,7 +146,9 @@ def error(found, expected):
 
 @pytest.mark.parametrize("keep", [False, True], ids=["computed anew", "kept"])
 @pytest.mark.parametrize("cut", [1, 2])
-def test_the_gradient_is_exact_whatever_the_sampler_was(way, cut, keep):
+def test_the_gradient_is_exact_whatever_the_sampler_was(way, cut, keep, monkeypatch):
+    if cut == 1:  # nothing is begun before the first word on whether to stop
+        monkeypatch.setattr(stream.GraphStream, "_keep_busy", lambda self: None)
     log_b_NT = behaviour(way, cut, keep)
     b_N = log_b_NT.sum(-1).exp()
     assert float(b_N.sum()) == pytest.approx(1, abs=1e-6)  # it is a distribution

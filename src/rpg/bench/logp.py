@@ -13,14 +13,21 @@ from torch import Tensor
 
 from ..costs.operations import Ceilings, logp_flops
 from ..kernels import linear_logp
+from ..kernels.head_with_loss import COLUMNS as WORDS
+from ..kernels.head_with_loss import GradientOf, head_with_loss
+from ..loss.methods import algorithm
+from ..models.blocks import Block, cut, gradients
 from .synthetic import Sizes
 from .table import Quantity, Section, Target, ratio
 from .timing import Numbers, SideFailed, Watch, fresh, peak_gib, recorder, timed
 
 OVER_LIGER = 6.0  # times faster
+OVER_PRODUCTS, WITHIN_GIB = 1.3, 2.0  # of the head together with the loss: times their time, memory in all
+BLOCK_ROWS, SUM_ROWS = 1024, 1664  # tokens of its blocks: with the head's gradient in bfloat16, and in float32
 CHECKED = 512  # tokens whose errors are measured
 BLOCK = 128  # tokens of the float64 reference at once
-SEQUENCES = 32  # of Liger's batch
+SEQUENCES = 32  # of the batch, where a loss is part of it
+TOGETHER, SUMS = "rpg head with loss", "rpg head with loss, float32 sum"
 BARE, OURS, TORCH, LIGER = "three bare products", "rpg linear_logp", "torch, float32 logits", "Liger GRPO loss"
 COLUMNS = (
     Quantity("ms", "forward and backward, for the states and the head", ".1f"),
@@ -44,7 +51,9 @@ class HeadInputs:
 
 
 Scoring = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]  # states, head, targets -> logp, entropy
-Prepared = tuple[Callable[[], object], Scoring | None]  # forward and backward; None: it gives no log-probabilities
+Learned = tuple[Tensor, Tensor | None, Tensor, Tensor]  # logp, entropy, the gradients of the states and of the head
+Learning = Callable[[HeadInputs], Learned]
+Prepared = tuple[Callable[[], object], Learning | None]  # forward and backward; None: it gives no log-probabilities
 
 
 def logp_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
@@ -52,8 +61,10 @@ def logp_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
     about = (
         f"{sizes.tokens:,} tokens, hidden size {sizes.hidden:,}, vocabulary {sizes.vocab:,}, {sizes.dtype}, forward "
         f"and backward, medians of {sizes.repeats} after one to warm up. Errors are those of {checked} other "
-        "tokens against float64. Liger and cut-cross-entropy give no entropy; Liger computes its whole GRPO loss, one "
-        "sequence at a time, which is its default; cut-cross-entropy leaves small gradients out, likewise."
+        "tokens against float64. With loss: DAPO's, the gradient added up over blocks of tokens, in the head's type "
+        "or in float32, as rpg train has it, which is twice the bytes. Liger and cut-cross-entropy give no entropy; "
+        "Liger computes its whole GRPO loss, one sequence at a time, which is its default; cut-cross-entropy leaves "
+        "small gradients out, likewise."
     )
     section = Section("logp", "Log-probabilities from the head", COLUMNS, about)
     record = recorder(section, sizes, watch)
@@ -61,7 +72,7 @@ def logp_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
     floor = 1000 * ceilings.seconds(logp_flops(sizes.tokens, sizes.hidden, sizes.vocab))
 
     def measure(prepare: Callable[[HeadInputs, Sizes], Prepared]) -> Numbers:
-        run, scoring = prepare(inputs, sizes)
+        run, learning = prepare(inputs, sizes)
         milliseconds = 1000 * timed(run, sizes.device, sizes.repeats)
         numbers = {"ms": milliseconds, "peak GiB": peak_gib(sizes.device), "floor ms": floor}
         numbers["× floor"] = milliseconds / floor
@@ -69,7 +80,7 @@ def logp_section(sizes: Sizes, ceilings: Ceilings, watch: Watch) -> Section:
             numbers["× products"] = milliseconds / products
         clear(inputs)
         fresh(sizes.device)
-        return numbers | (errors(scoring, sizes) if scoring else {})
+        return numbers | (errors(learning, sizes) if learning else {})
 
     for name, prepare in HEADS.items():
         record(name, partial(measure, prepare))
@@ -86,6 +97,11 @@ def set_targets(section: Section) -> None:
         Target("≤ 1× torch's time", ratio(ms, section.value(TORCH, "ms")), most=1.0),
         Target(f"≥ {OVER_LIGER:.0f}× Liger", ratio(section.value(LIGER, "ms"), ms), least=OVER_LIGER),
         Target("≤ 1× Liger's memory", ratio(memory, section.value(LIGER, "peak GiB")), most=1.0),
+    )
+    section.require(
+        TOGETHER,
+        Target(f"≤ {OVER_PRODUCTS}× products", section.value(TOGETHER, "× products"), most=OVER_PRODUCTS),
+        Target(f"≤ {WITHIN_GIB:.0f} GiB", section.value(TOGETHER, "peak GiB"), most=WITHIN_GIB),
     )
 
 
@@ -106,11 +122,13 @@ def clear(inputs: HeadInputs) -> None:
     inputs.hidden_NH.grad = inputs.weight_VH.grad = None
 
 
-def both_ways(scoring: Scoring, inputs: HeadInputs) -> tuple[Tensor, Tensor | None]:
+def both_ways(scoring: Scoring, inputs: HeadInputs) -> Learned:
     clear(inputs)
     logp_N, entropy_N = scoring(inputs.hidden_NH, inputs.weight_VH, inputs.target_N)
     logp_N.backward(inputs.upstream_N.to(logp_N.dtype))  # type: ignore[no-untyped-call]
-    return logp_N, entropy_N
+    assert inputs.hidden_NH.grad is not None
+    assert inputs.weight_VH.grad is not None
+    return logp_N.detach(), entropy_N, inputs.hidden_NH.grad, inputs.weight_VH.grad
 
 
 # ---- the heads -------------------------------------------------------------------------------------------------------
@@ -141,7 +159,48 @@ def trl_head(inputs: HeadInputs, sizes: Sizes) -> Prepared:
         )
         return logp_N, entropy_N
 
-    return partial(both_ways, scoring, inputs), scoring
+    return _ways(scoring, inputs)
+
+
+def _ways(scoring: Scoring, inputs: HeadInputs) -> Prepared:
+    return partial(both_ways, scoring, inputs), partial(both_ways, scoring)
+
+
+def with_loss(inputs: HeadInputs, sizes: Sizes, rows: int, in_float32: bool, words: int = WORDS) -> Prepared:
+    """What rpg train does on a GPU: the head and a policy loss, blocks of so many tokens one after the other."""
+    loss, count = algorithm("dapo").loss, min(SEQUENCES, sizes.tokens)
+    mask_BT = torch.ones(count, sizes.tokens // count, dtype=torch.bool, device=sizes.device)
+    place_N = torch.arange(mask_BT.numel(), device=sizes.device)
+    blocks = cut([mask_BT.shape[1]] * count, rows, whole=False) or []
+    with torch.no_grad():  # of a policy that is a little behind
+        old_BT = linear_logp(inputs.hidden_NH, inputs.weight_VH, inputs.target_N)[0].view(mask_BT.shape) + 0.01
+    advantage_B = torch.randn(count, device=sizes.device)
+
+    def loss_of(block: Block, logp_BT: Tensor, entropy_BT: Tensor, here_BT: Tensor) -> Tensor:
+        given = old_BT[block.rows], advantage_B[block.rows], here_BT
+        return loss(logp_BT, *given, denominator=float(mask_BT.numel()), entropy=entropy_BT).loss
+
+    def gradient_of(i: int, logp_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, Tensor | None]:
+        return gradients(blocks[i], loss_of, logp_N, entropy_N, place_N, mask_BT, entropy=False)
+
+    tokens = [block.tokens for block in blocks]
+    run = partial(_blocks_both_ways, inputs, tokens, gradient_of, in_float32, words)
+    return run, partial(in_blocks, count=len(blocks), in_float32=in_float32)
+
+
+def in_blocks(inputs: HeadInputs, count: int, in_float32: bool) -> Learned:
+    """In so many blocks, with the gradient that is given: roundings add up as they do in a run."""
+    step = -(-len(inputs.target_N) // count)
+    tokens = [slice(first, first + step) for first in range(0, len(inputs.target_N), step)]
+    return _blocks_both_ways(inputs, tokens, lambda i, *_: (inputs.upstream_N[tokens[i]], None), in_float32)
+
+
+def _blocks_both_ways(
+    inputs: HeadInputs, tokens: list[slice], gradient_of: GradientOf, in_float32: bool, words: int = WORDS
+) -> Learned:
+    states, head = inputs.hidden_NH.detach(), inputs.weight_VH.detach()
+    total_VH = torch.zeros_like(head, dtype=torch.float32 if in_float32 else None)
+    return *head_with_loss(states, head, inputs.target_N, tokens, gradient_of, total_VH, columns=words), total_VH
 
 
 def liger(inputs: HeadInputs, sizes: Sizes) -> Prepared:
@@ -169,7 +228,7 @@ def cut_cross_entropy(inputs: HeadInputs, sizes: Sizes) -> Prepared:
     def scoring(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor | None]:
         return -function(hidden_NH, weight_VH, target_N, reduction="none"), None
 
-    return partial(both_ways, scoring, inputs), scoring
+    return _ways(scoring, inputs)
 
 
 def _installed(module: str) -> Any:
@@ -186,8 +245,10 @@ def _gpu_only(sizes: Sizes) -> None:
 
 HEADS: dict[str, Callable[[HeadInputs, Sizes], Prepared]] = {
     BARE: lambda inputs, _: (partial(three_products, inputs), None),
-    OURS: lambda inputs, _: (partial(both_ways, linear_logp, inputs), linear_logp),
-    TORCH: lambda inputs, _: (partial(both_ways, plain, inputs), plain),
+    OURS: lambda inputs, _: _ways(linear_logp, inputs),
+    TOGETHER: partial(with_loss, rows=BLOCK_ROWS, in_float32=False),
+    SUMS: partial(with_loss, rows=SUM_ROWS, in_float32=True),
+    TORCH: lambda inputs, _: _ways(plain, inputs),
     "TRL's fused head": trl_head,
     LIGER: liger,
     "cut-cross-entropy": cut_cross_entropy,
@@ -197,17 +258,15 @@ HEADS: dict[str, Callable[[HeadInputs, Sizes], Prepared]] = {
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def errors(scoring: Scoring, sizes: Sizes) -> Numbers:
+def errors(learning: Learning, sizes: Sizes) -> Numbers:
     inputs = make_inputs(min(CHECKED, sizes.tokens), sizes.hidden, sizes.vocab, sizes, seed=1)
-    logp_N, entropy_N = both_ways(scoring, inputs)
-    exact_logp_N, exact_entropy_N, *gradients = exact(inputs)
+    logp_N, entropy_N, *found = learning(inputs)
+    exact_logp_N, exact_entropy_N, *true = exact(inputs)
     numbers = {"logp error": float((logp_N.detach().double() - exact_logp_N).abs().max())}
     if entropy_N is not None:
         numbers["entropy error"] = float((entropy_N.detach().double() - exact_entropy_N).abs().max())
-    tensors = {"d states error": inputs.hidden_NH, "d head error": inputs.weight_VH}
-    for (name, tensor), gradient in zip(tensors.items(), gradients, strict=True):
-        assert tensor.grad is not None
-        numbers[name] = float((tensor.grad.double() - gradient).norm() / gradient.norm())
+    for name, one, gradient in zip(("d states error", "d head error"), found, true, strict=True):
+        numbers[name] = float((one.double() - gradient).norm() / gradient.norm())
     return numbers
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import ALONE, World
+from ..kernels.head_with_loss import block_bytes, rows_at_once
 from ..models.adapters import adapted
 from ..models.four_bits import largest_dense, packed_bytes
 from ..models.meta import Shell, shell
@@ -31,8 +32,8 @@ HOST_SHARE = 0.5  # of the host's memory that is taken for offload without being
 WAITING_SHARE = 0.25  # of it, at most, for responses that wait for pages
 WORTH = 1.5  # times the rows at a time, from which on offload is worth its transfers
 PHASES = ("sampling", "training")
-PARTS = ("weights", "masters", "moments", "gradients", "reference", "dense", "cache", "reading", "activations")
-ABSENT = {"sampling": ("gradients", "activations"), "training": ("reading",)}
+PARTS = ("weights", "masters", "moments", "gradients", "reference", "dense", "cache", "reading", "activations", "head")
+ABSENT = {"sampling": ("gradients", "activations", "head"), "training": ("reading",)}
 MOVED = {"sampling": ("masters", "moments"), "training": ("cache",)}  # with offload
 
 
@@ -59,6 +60,9 @@ class Memory:
     offload: bool = False
     dense: int = 0
     """the largest matrix of a model in 4 bits, while it is multiplied"""
+    head: int = 0
+    """a block of tokens over the whole vocabulary, on a GPU, as far as it is more than the gradients in half precision
+    that are not there yet"""
 
     def during(self, phase: str) -> dict[str, int]:
         """The parts that are on the device while responses are sampled, or while the model is trained."""
@@ -108,14 +112,16 @@ def estimate(
     reference: bool,
     logits: bool,
     world: World = ALONE,
+    gpu: bool = False,
 ) -> Memory:
-    """``reference``: one is held; ``logits``: those of all tokens are, as the head is no part apart.
+    """``reference``: one is held; ``logits``: those of all tokens are, as the head is no part apart. ``gpu``: the head
+    goes with the loss (training/together.py).
 
     Of a sharded run on one of its devices: a whole copy of the weights, for sampling, and a share of the rest.
     """
     whole = _estimate(model, config, layout, micro_tokens, recompute, reference, logits)
     if not world.sharded:
-        return whole
+        return replace(whole, head=_head(model, config, micro_tokens)) if gpu and not logits else whole
     gathered = 3 * _largest_group(model)  # in use, on its way, and its gradient on its way
     return replace(
         whole,
@@ -155,6 +161,14 @@ def _estimate(
         offload=layout.offload,
         dense=largest_dense(model),
     )
+
+
+def _head(model: Any, config: Config, micro_tokens: int) -> int:
+    weight, trained = model.get_output_embeddings().weight, [p for p in model.parameters() if p.requires_grad]
+    size = weight.element_size()
+    tokens = min(rows_at_once(len(weight), size), max(micro_tokens, longest_row(config)))
+    to_come: int = sum(p.numel() * p.element_size() for p in trained if p.element_size() < 4)
+    return max(0, block_bytes(tokens, len(weight), size) - to_come)
 
 
 def longest_row(config: Config) -> int:
@@ -206,7 +220,7 @@ def lay_out(
         return Layout(rollout.slots or CPU_SLOTS, None, bool(asked))
     recompute = can_recompute(model) if config.optim.recompute is None else config.optim.recompute
     micro_tokens = config.optim.micro_tokens or ENOUGH_TOKENS
-    parts = estimate(model, config, Layout(0), micro_tokens, recompute, held, False, world)
+    parts = estimate(model, config, Layout(0), micro_tokens, recompute, held, False, world, gpu=True)
     shape, size = Shape.of(model.config.get_text_config()), next(model.parameters()).element_size()
     each = shape.cache_bytes(size, rollout.cache_dtype)
     row = row_tokens(config, trained)
@@ -336,7 +350,8 @@ def choose(
         return tokens if tokens >= LEAST_TOKENS else 0
 
     def fits(tokens: int, recompute: bool) -> bool:
-        return estimate(model, config, layout, tokens, recompute, reference, logits, world).training <= available
+        needed = estimate(model, config, layout, tokens, recompute, reference, logits, world, gpu=True)
+        return needed.training <= available
 
     least = optim.micro_tokens or LEAST_TOKENS
     if optim.recompute is not None or not can_recompute(model):

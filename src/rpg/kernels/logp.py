@@ -111,10 +111,15 @@ def _run(
 
 def _kernels(hidden_NH: Tensor, weight_VH: Tensor) -> ModuleType | None:
     """Which implementation: Triton's, torch's, or, for little, the definition itself (None)."""
-    cuda, size = hidden_NH.is_cuda, len(hidden_NH) * len(weight_VH)
-    if size == 0 or (not cuda and size <= WHOLE_ELEMENTS):
+    size = len(hidden_NH) * len(weight_VH)
+    if size == 0 or (not hidden_NH.is_cuda and size <= WHOLE_ELEMENTS):
         return None
-    triton = _triton() if cuda and hidden_NH.dtype != torch.float64 else None
+    return fastest(hidden_NH)
+
+
+def fastest(hidden_NH: Tensor) -> ModuleType:
+    """The kernels: Triton's, or torch's."""
+    triton = _triton() if hidden_NH.is_cuda and hidden_NH.dtype != torch.float64 else None
     return triton or logp_torch
 
 

@@ -70,3 +70,43 @@ def _place(target_N: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     """Whether the target is among the columns first … first + width − 1, and where (somewhere valid if it is not)."""
     place_N = target_N - first
     return (place_N >= 0) & (place_N < width), place_N.clamp(0, width - 1)
+
+
+# ---- logits that are computed once (head_with_loss.py) ---------------------------------------------------------------
+
+WIDTH = 2048  # columns whose powers are relative to one maximum
+
+
+def observe_powers(
+    sums: Tensor, top_WN: Tensor, power_NC: Tensor, logits_NC: Tensor, target_N: Tensor, first: int, scale: float
+) -> None:
+    """``observe``, and e^(z − top) of every logit into power_NC, with ``top`` the maximum of its row until there.
+
+    A power is as exact as its type is, however small it is beside the others: a rounded logit would not be. ``first``
+    is a multiple of WIDTH; row w of top_WN belongs to columns WIDTH·w to WIDTH·(w + 1).
+    """
+    for start in range(0, logits_NC.shape[1], WIDTH):
+        some = slice(start, start + WIDTH)
+        z_NC = logits_NC[:, some] * scale
+        observe(sums, logits_NC[:, some], None, target_N, first + start, scale)
+        top_N = top_WN[(first + start) // WIDTH].copy_(sums[0])
+        power_NC[:, some] = z_NC.sub_(top_N.unsqueeze(1)).exp_()
+
+
+def slope_of_powers(
+    by: Slope, top_WN: Tensor, power_NV: Tensor, logp_N: Tensor, target_N: Tensor, scale: float
+) -> Tensor:
+    """``slope`` of whole rows from their powers, in whose place it is written. At the target, where the gradient is a
+    small difference as soon as the policy is sure, it is that of the exact log-probability."""
+    up_N, up_entropy_N = by.d_logp_N, by.d_entropy_N
+    for start in range(0, power_NV.shape[1], WIDTH):
+        e_NC = power_NV[:, start : start + WIDTH]
+        share_N1 = (top_WN[start // WIDTH] - by.norm_N).unsqueeze(1)
+        wide_NC, pull = e_NC.to(by.norm_N.dtype), up_N.unsqueeze(1)
+        if up_entropy_N is not None:  # p·log p of a power that is zero is zero: its logarithm may be anything
+            logp_NC = torch.where(wide_NC > 0, wide_NC, 1.0).log_().add_(share_N1)
+            pull = pull + up_entropy_N.unsqueeze(1) * logp_NC.add_(by.entropy_N.unsqueeze(1))
+        e_NC.copy_(wide_NC * share_N1.exp() * pull * -scale)
+    pull_N = up_N if up_entropy_N is None else up_N + up_entropy_N * (logp_N + by.entropy_N)
+    at_target_N = (up_N - logp_N.exp() * pull_N) * scale
+    return power_NV.scatter_(1, target_N.unsqueeze(1), at_target_N.unsqueeze(1).to(power_NV.dtype))

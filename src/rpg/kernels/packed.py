@@ -45,11 +45,18 @@ class Packing:
         return self.cache[name]
 
 
-def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing:
+def pack(
+    start_B: Tensor,
+    mask_BT: Tensor,
+    width: int,
+    prompt_B: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Packing:
     """Of sequences [B, width] padded on the right: the response of row b begins at start_B[b], mask_BT is true on it.
 
     Rows with the same prompt number have the same prompt. A response's last token predicts nothing and is left out.
-    All indices are made on the CPU: one copy comes from the device, one goes there.
+    All indices are made on the CPU: one copy comes from the device, one goes there. Of tensors on the host, with
+    ``device``, nothing waits.
     """
     number_B = torch.arange(len(start_B), device=start_B.device) if prompt_B is None else prompt_B
     about = torch.cat([start_B[:, None], number_B[:, None], mask_BT], 1).cpu().numpy()
@@ -85,7 +92,7 @@ def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None =
     place, counted = row * mask.shape[1] + t_R, row * width + about[row, 0] + t_R
     arrays = [*map(np.concatenate, (token, position, state)), counted, place]
     arrays += [*map(np.array, (query_ends, key_ends)), *map(np.concatenate, (key, own, source, target))]
-    whole = _to_device(torch.from_numpy(np.concatenate(arrays)), start_B.device)
+    whole = to_device(torch.from_numpy(np.concatenate(arrays)), device or start_B.device)
     indices = torch.split(whole, [len(array) for array in arrays])
     token_N, position_N, state_R, target_R, place_R, query_begins, key_begins, key_K, own_N, again_K, again_N = indices
     return Packing(
@@ -104,7 +111,8 @@ def pack(start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None =
     )
 
 
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """From the host, without waiting for what the device has still to do."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -250,7 +258,7 @@ def packed(configs: list[Any], packing: Packing) -> Iterator[list[int | None]]:
         layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         windows.append(window)
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # x[0] would copy gradients
         return attend(query, key, value, packing, scale, window).unsqueeze(0)
 
     with custom_attention(configs, over_the_pack):

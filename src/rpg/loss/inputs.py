@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class Inputs:
     advantages: Tensor  # [B] or [B,T]
     mask: Tensor  # [B,T], 1.0 on response tokens
     length: Tensor  # [B]
-    tokens: float  # in all
+    tokens: float | Tensor  # in all; a tensor where to read it is to wait for a GPU
 
     def log_ratio(self, a: Tensor, b: Tensor) -> Tensor:
         """log a/b, zero under the mask."""
@@ -69,8 +70,11 @@ def check_batch(
     advantages = advantages.detach().to(dtype)
     length = weight.sum(-1)
     # NaN, infinite, or so large that times a ratio it would be infinite: only then is it worth cleaning under the mask.
-    given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None and x.numel()]
-    tokens, *ends = torch.stack([length.sum(), *(end for x in given for end in x.aminmax())]).tolist()
+    # To look would be to wait for a GPU, which cleans in less time.
+    tokens, ends = length.sum(), [math.inf]
+    if not logp.is_cuda:
+        given = [x.detach() for x in (logp, old_logp, ref_logp, rollout_logp, advantages) if x is not None]
+        tokens, *ends = torch.stack([tokens, *(end for x in given if x.numel() for end in x.aminmax())]).tolist()
     if not all(abs(end) < 1e3 for end in ends):
         masked = ~mask.bool()
         logp, old_logp = logp.masked_fill(masked, 0), old_logp.masked_fill(masked, 0)

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -16,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from ..console import first_line
 from ..kernels import linear_logp
 from ..kernels.custom_attention import configs_of
+from ..kernels.head_with_loss import head_with_loss
 from ..kernels.kept import Kept
 from ..kernels.packed import Packing, pack, packed
 from . import BUILTIN, adapters
 from .architecture import head_alone, head_comes_apart, head_is_linear, restore_forward, why_not_packed
+from .blocks import Block, LossOf, gradients, in_rows
 from .loading import complete, end_ids_of, load
 
 OF_TOKENIZER = (  # what apply_chat_template takes for itself
@@ -27,6 +30,7 @@ OF_TOKENIZER = (  # what apply_chat_template takes for itself
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
 )
 CHUNK_ELEMENTS = 2**25  # logits held at once where the head is not linear
+Within = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,10 @@ class Policy:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, special tokens such as <think> included; not the model's own end, beginning and padding tokens."""
-        return str(self.tokenizer.decode([t for t in tokens if t not in self._unread], skip_special_tokens=False))
+        read = np.array(
+            [t for t in tokens if t not in self._unread], dtype=np.int64
+        )  # of a list it looks at each token
+        return str(self.tokenizer.decode(read, skip_special_tokens=False))
 
     @cached_property
     def _unread(self) -> set[int | None]:
@@ -194,8 +201,9 @@ class Policy:
     # ---- log-probabilities -------------------------------------------------------------------------------------------
 
     def pack(self, start_B: Tensor, mask_BT: Tensor, width: int, prompt_B: Tensor | None = None) -> Packing | None:
-        """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device."""
-        return pack(start_B, mask_BT, width, prompt_B) if self.packs else None
+        """How ``score`` will lay out sequences [B, width]; None where they are padded. Waits for the device, unless the
+        tensors are on the host."""
+        return pack(start_B, mask_BT, width, prompt_B, self.device) if self.packs else None
 
     def score(
         self,
@@ -214,28 +222,61 @@ class Policy:
         each layer again from its input, all that is kept of it. ``packing`` is what ``pack`` gave for the rest.
         ``kept``: of every response token, row by row, the set it was drawn from; all is then over that set alone.
         """
+        inputs, state_N, target_N, place_N, within = self._laid_out(ids_BL, start_B, mask_BT, prompt_B, packing)
+        logp_N, entropy_N, hidden_NH = self._compute(
+            inputs, state_N, target_N, within, recompute, None if kept is None else kept.to(self.device)
+        )
+        shape = mask_BT.shape
+        return Scored(in_rows(logp_N, place_N, shape), in_rows(self._entropy(entropy_N), place_N, shape), hidden_NH)
+
+    def learn(
+        self,
+        ids_BL: Tensor,
+        start_B: Tensor,
+        mask_BT: Tensor,
+        prompt_B: Tensor | None = None,
+        recompute: bool = False,
+        packing: Packing | None = None,
+        *,
+        blocks: Sequence[Block],
+        loss_of: LossOf,
+        sum_VH: Tensor | None,
+    ) -> Scored:
+        """``score`` and the backward pass of a loss, with the logits computed once: see kernels/head_with_loss.py.
+
+        ``loss_of`` is asked for the loss of one block after the other, and gradients are those of the sum. The head's,
+        where it is trained, is added to ``sum_VH``; what else it has (tied embeddings) goes where gradients go. The
+        head must be linear.
+        """
+        inputs, state_N, target_N, place_N, within = self._laid_out(ids_BL, start_B, mask_BT, prompt_B, packing)
+        hidden_NH = self._states(self._body(inputs, within, recompute), state_N)
+
+        def gradient_of(i: int, logp_N: Tensor, entropy_N: Tensor) -> tuple[Tensor, Tensor | None]:
+            return gradients(blocks[i], loss_of, logp_N, entropy_N, place_N, mask_BT, self.entropy_gradient)
+
+        tokens = [block.tokens for block in blocks]
+        done = head_with_loss(hidden_NH, self.head(), target_N, tokens, gradient_of, sum_VH, self.temperature)
+        if hidden_NH.requires_grad:
+            hidden_NH.backward(done.d_hidden_NH)  # type: ignore[no-untyped-call]
+        shape = mask_BT.shape
+        return Scored(in_rows(done.logp_N, place_N, shape), in_rows(done.entropy_N, place_N, shape), None)
+
+    def _laid_out(
+        self, ids_BL: Tensor, start_B: Tensor, mask_BT: Tensor, prompt_B: Tensor | None, packing: Packing | None
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, Within]:
+        """The model's inputs; of each response token, row by row, the state that predicts it, itself, and its place in
+        mask_BT; and what the model is to be called in."""
         flat = ids_BL.flatten()
-        within: Callable[[], AbstractContextManager[Any]] = nullcontext
         if packing is None:
             packing = self.pack(start_B, mask_BT, ids_BL.shape[1], prompt_B)
         if packing is not None:
             inputs = {"input_ids": flat[packing.token_N][None], "position_ids": packing.position_N[None]}
-            state_N, target_N, place_N = packing.state_R, flat[packing.target_R], packing.place_R
             within = partial(packed, self._configs, packing)
-        else:
-            row_N, t_N = mask_BT.nonzero(as_tuple=True)
-            inputs = {"input_ids": ids_BL[:, :-1]}
-            state_N = row_N * (ids_BL.shape[1] - 1) + start_B[row_N] + t_N - 1  # the state before the token
-            target_N, place_N = ids_BL[row_N, start_B[row_N] + t_N], row_N * mask_BT.shape[1] + t_N
-        logp_N, entropy_N, hidden_NH = self._compute(
-            inputs, state_N, target_N, within, recompute, None if kept is None else kept.to(self.device)
-        )
-        zero_N = torch.zeros(mask_BT.numel(), device=logp_N.device)
-        return Scored(
-            zero_N.index_copy(0, place_N, logp_N.float()).view(mask_BT.shape),
-            zero_N.index_copy(0, place_N, self._entropy(entropy_N).float()).view(mask_BT.shape),
-            hidden_NH,
-        )
+            return inputs, packing.state_R, flat[packing.target_R], packing.place_R, within
+        row_N, t_N = mask_BT.nonzero(as_tuple=True)
+        state_N = row_N * (ids_BL.shape[1] - 1) + start_B[row_N] + t_N - 1  # the state before the token
+        target_N, place_N = ids_BL[row_N, start_B[row_N] + t_N], row_N * mask_BT.shape[1] + t_N
+        return {"input_ids": ids_BL[:, :-1]}, state_N, target_N, place_N, nullcontext
 
     def _entropy(self, entropy_N: Tensor) -> Tensor:
         return entropy_N if self.entropy_gradient else entropy_N.detach()
@@ -245,26 +286,35 @@ class Policy:
         inputs: dict[str, Tensor],
         state_N: Tensor,
         target_N: Tensor,
-        within: Callable[[], AbstractContextManager[Any]],
+        within: Within,
         recompute: bool,
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """logp_N, entropy_N and, where the head is linear, hidden_NH: all of ``score`` that touches weights."""
-        with within(), self._recomputing(within) if recompute else nullcontext():
-            out = (self.model.base_model if self.apart else self._call)(**inputs, use_cache=False)
+        out = self._body(inputs, within, recompute)
         if not self.apart:
             logits_NV = out.logits.flatten(0, 1)[state_N]
             return *_logp(logits_NV, target_N, self.temperature, kept, self.entropy_gradient), None
-        hidden_NH = out.last_hidden_state.flatten(0, 1).index_select(0, state_N)
+        hidden_NH = self._states(out, state_N)
         if self.linear:
             return *linear_logp(hidden_NH, self.head(), target_N, self.temperature, kept), hidden_NH
         return *self._through_the_head(hidden_NH, target_N, kept, type(out)), None
+
+    def _body(self, inputs: dict[str, Tensor], within: Within, recompute: bool) -> Any:
+        """What the model gives, without its head where that can be called apart."""
+        with within(), self._recomputing(within) if recompute else nullcontext():
+            return (self.model.base_model if self.apart else self._call)(**inputs, use_cache=False)
+
+    @staticmethod
+    def _states(out: Any, state_N: Tensor) -> Tensor:
+        hidden_NH: Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, state_N)
+        return hidden_NH
 
     def _call(self, **inputs: Any) -> Any:
         return self.model(**inputs)
 
     @contextmanager
-    def _recomputing(self, within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    def _recomputing(self, within: Within) -> Iterator[None]:
         """Activation checkpointing of decoder layers, which are computed again ``within`` what they were computed in.
 
         transformers' own is for models in training mode, and would turn dropout on.

@@ -267,7 +267,7 @@ def _sizes(model: Any, config: Config, device: Device, held: bool, host: int | N
         other = replace(config, optim=replace(config.optim, offload=not layout.offload))
         otherwise = memory.lay_out(model, other, available, held)
     tokens, recompute = memory.choose(model, config, layout, available, held, logits)
-    needed = memory.estimate(model, config, layout, tokens, recompute, held, logits)
+    needed = memory.estimate(model, config, layout, tokens, recompute, held, logits, gpu=not device.cpu)
     if config.rollout.engine == "vllm":  # its own weights and cache
         share = config.rollout.vllm.get("gpu_memory_utilization", 0.0 if device.cpu else GPU_SHARE)
         if not isinstance(share, int | float) or not 0 <= share <= 1:

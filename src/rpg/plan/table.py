@@ -33,6 +33,7 @@ PARTS = {
     "cache": "keys and values{bits}: {slots} rows, {held:,} tokens",
     "reading": "of prompts, {read:,} tokens at a time",
     "activations": "{tokens:,} tokens at a time{recompute}",
+    "head": "some tokens over the whole vocabulary",
 }
 MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "")}
 
@@ -153,7 +154,7 @@ def _memory_table(plan: Plan) -> Table:
         "recompute": ", recomputed in the backward pass" if plan.recompute else "",
     }
     for name, text in PARTS.items():
-        if name == "dense" and not plan.packed:
+        if not {"dense": plan.packed, "head": plan.memory.head}.get(name, True):
             continue
         away = "host" if plan.memory.offload and name in ("masters", "moments") else ""
         values = [gb(phase[name]) if name in phase else away for phase in phases]

@@ -88,8 +88,10 @@ def read_rollouts(
     if not bool(logp[live].isfinite().all()):
         raise NotFinite
     kept = [None] * len(lengths) if store is None else store.read(lengths)
-    rows = zip(tokens.tolist(), logp.tolist(), lengths, ended.bool().tolist(), kept, strict=True)
-    return in_groups([Rollout(row[:size], numbers[:size], end, sets) for row, numbers, size, end, sets in rows], n)
+    rows = zip(tokens.cpu().numpy(), logp.numpy(), lengths, ended.bool().tolist(), kept, strict=True)
+    return in_groups(
+        [Rollout(row[:size].tolist(), numbers[:size].tolist(), end, sets) for row, numbers, size, end, sets in rows], n
+    )
 
 
 class Engine(Protocol):

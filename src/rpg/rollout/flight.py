@@ -7,6 +7,7 @@ does whoever else uses the engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ class Partial:
 
     def drawn(self, tokens: list[int], logp: list[float], version: int, ended: bool, over: bool) -> None:
         """What it is now; the tokens that are new are of this version of the weights."""
-        if not all(map(_finite, logp)):
+        if not math.isfinite(sum(logp)):  # none of them is above 0, so only what is not finite gives such a sum
             raise NotFinite
         self.versions += [version] * (len(tokens) - len(self.tokens))
         self.tokens, self.logp, self.ended, self.over, self.cache = tokens, logp, ended, over, []
@@ -58,9 +59,6 @@ class Underway:
 
 
 # Told which groups are over, and how many are not: gives groups to begin, or None to stop. It is asked at the beginning
-# and whenever groups are over.
+# and whenever groups are over. On a GPU the next decoding steps run meanwhile: a group that ends in them after the last
+# word is told of in the next call.
 Feed = Callable[[list[Underway], int], "list[Underway] | None"]
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0

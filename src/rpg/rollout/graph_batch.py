@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.merged import merging
+from ..kernels.packed import to_device
 from ..kernels.sample import fused_sample
 from ..kernels.sample_torch import uniform_table
 from ..kernels.step import DEAD, LENGTH, end_step
@@ -95,6 +97,11 @@ class GraphBatch:
 
     def _decode(self) -> None:
         """A few steps of all live rows, and a look at who is done."""
+        self._start_steps()
+        self._look()
+
+    def _start_steps(self) -> None:
+        """The device has them to do; nobody waits for it."""
         count = min(LOOK_EVERY, self.sampling.max_new_tokens - 1 - min(self.age))
         self._take_pages(count)
         rows = min(buckets(len(self.live)), self.buffers.slots)
@@ -103,7 +110,6 @@ class GraphBatch:
         for _ in range(count):
             self.decoder.step(rows, self.sampling, self.n, prompt)
         self.age = [age + count for age in self.age]
-        self._look()
 
     # ---- who comes ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +117,7 @@ class GraphBatch:
         """Begin requests, when enough slots are free to be worth a pass over their prompts. Those set back go first."""
         if self.waiting:
             return self._resume()
-        if not self.queue or (self.live and len(self.free) < max(1, self.buffers.slots // 8)):
+        if not self.queue or (self.live and not self._worth_a_pass()):
             return False
         requests: list[int] = []
         fresh: list[int] = []
@@ -142,10 +148,13 @@ class GraphBatch:
             begun = [r for r in requests if r // self.n in place]
             for i in range(0, len(begun), FIRST_ROWS):
                 some = begun[i : i + FIRST_ROWS]
-                which = torch.tensor([place[r // self.n] for r in some], device=logits.device)
+                which = self._index([place[r // self.n] for r in some])
                 self._begin(some, logits[which])
             self.pending = {chunk[-1]: logits[-1:].clone()}
         return bool(requests)
+
+    def _worth_a_pass(self) -> bool:
+        return len(self.free) >= max(1, self.buffers.slots // 8)
 
     def _chunks(self, prompts: Sequence[int]) -> Iterator[list[int]]:
         chunk: list[int] = []
@@ -169,7 +178,7 @@ class GraphBatch:
         ]
         begin, end = len(self.live), len(self.live) + len(requests)
         rows = b.state_5S[:, begin:end]
-        rows.copy_(torch.tensor(columns, dtype=torch.int32).T)
+        rows.copy_(to_device(torch.tensor(columns, dtype=torch.int32), rows.device).T)
         request_M, slot_M = self._index(requests), self._index(slots)
         numbers = self.uniform[request_M]
         b.uniform_SR[slot_M, : numbers.shape[1]] = numbers
@@ -182,26 +191,28 @@ class GraphBatch:
         self.age += [0] * len(requests)
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.tokens.device)
+        return to_device(torch.tensor(values, dtype=torch.long), self.buffers.state_5S.device)
 
     # ---- who has pages -----------------------------------------------------------------------------------------------
 
     def _take_pages(self, count: int) -> None:
         """For so many more tokens of every live row. Where there are too few, the youngest rows are set back."""
         pages, most = self.buffers.pages, self.sampling.max_new_tokens  # rows that are older than others end on the way
-        missing = [
-            pages.missing(self.slot[r], min(most, age + count)) for r, age in zip(self.live, self.age, strict=True)
-        ]
-        short = sum(missing) - len(pages.free)
+        slots, tokens = [self.slot[r] for r in self.live], np.minimum(np.array(self.age) + count, most)
+        missing = pages.missing(slots, tokens)
+        short = int(missing.sum()) - len(pages.free)
         if short > 0:
             going = set()
             for row in sorted(range(len(self.live)), key=lambda row: (self.age[row], -row))[:-1]:
                 if short <= 0:
                     break
-                short -= missing[row] + len(pages.slots.pages[self.slot[self.live[row]]])
+                short -= int(missing[row]) + len(pages.slots.pages[self.slot[self.live[row]]])
                 going.add(row)
             self._set_back(sorted(going))
-        pages.extend(pages.slots, [self.slot[r] for r in self.live], [min(most, age + count) for age in self.age])
+            stay = [row for row in range(len(slots)) if row not in going]
+            slots, tokens, missing = [slots[row] for row in stay], tokens[stay], missing[stay]
+        lack = missing.nonzero()[0].tolist()
+        pages.extend(pages.slots, [slots[row] for row in lack], tokens[lack].tolist())
 
     def _set_back(self, rows: Sequence[int]) -> None:
         """The oldest of these rows go to the host, as far as it has room; the others will begin again."""
@@ -263,13 +274,7 @@ class GraphBatch:
         if all(alive):
             return
         done = [r for r, lives in zip(self.live, alive, strict=True) if not lives]
-        request_M, slot_M = self._index(done), self._index([self.slot[r] for r in done])
-        width = self.tokens.shape[1]
-        self.tokens[request_M], self.logp[request_M] = b.tokens_SR[slot_M, :width], b.logp_SR[slot_M, :width]
-        self.length[request_M], self.ended[request_M] = b.count_S[slot_M], b.ended_S[slot_M]
-        if b.kept is not None and self.kept is not None:
-            self.kept.start_RT[request_M] = b.kept.pool.start_SR[slot_M, :width]
-            self.kept.size_RT[request_M] = b.kept.pool.size_SR[slot_M, :width]
+        self._take(done)
         for r in done:
             self.free.append(self.slot[r])
             b.pages.drop(b.pages.slots, self.slot[r])
@@ -280,6 +285,16 @@ class GraphBatch:
                 self.free_prompts.append(row)
         self._note_done(done)
         self._keep([row for row, lives in enumerate(alive) if lives])
+
+    def _take(self, done: Sequence[int]) -> None:
+        """What became of them, out of their slots."""
+        b, width = self.buffers, self.tokens.shape[1]
+        request_M, slot_M = self._index(done), self._index([self.slot[r] for r in done])
+        self.tokens[request_M], self.logp[request_M] = b.tokens_SR[slot_M, :width], b.logp_SR[slot_M, :width]
+        self.length[request_M], self.ended[request_M] = b.count_S[slot_M], b.ended_S[slot_M]
+        if b.kept is not None and self.kept is not None:
+            self.kept.start_RT[request_M] = b.kept.pool.start_SR[slot_M, :width]
+            self.kept.size_RT[request_M] = b.kept.pool.size_SR[slot_M, :width]
 
     def _note_done(self, requests: Sequence[int]) -> None:
         self.done += len(requests)

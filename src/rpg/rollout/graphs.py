@@ -19,7 +19,7 @@ from torch import Tensor
 from ..console import first_line
 from ..kernels.decode import PAGE, shared_samples
 from ..kernels.logp import head_logits
-from ..kernels.packed import Packing, pack
+from ..kernels.packed import Packing, pack, to_device
 from ..kernels.sample import fused_sample
 from ..kernels.step import begin_step, end_step
 from .attention import logits_after
@@ -174,10 +174,12 @@ class GraphDecoder:
         b, device = self.buffers, self.model.device
         assert b is not None
         width = max(map(len, prompts)) + 1
-        ids_PL = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=device)
-        length_P = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        packing = pack(length_P, torch.ones_like(ids_PL[:, :1]), width)  # each with one token to come
-        row_N, pages = torch.tensor(rows, device=device)[packing.token_N // width], b.pages
+        # from the host without waiting: it may be asked for behind decoding steps that have still to run
+        ids_PL = to_device(torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]), device)
+        length_P = torch.tensor([len(prompt) for prompt in prompts])
+        one_P1 = torch.ones(len(prompts), 1, dtype=torch.long)  # each with one token to come
+        packing = pack(length_P, one_P1, width, device=device)
+        row_N, pages = to_device(torch.tensor(rows), device)[packing.token_N // width], b.pages
         b.page_N = pages.prompts.page_RM[row_N, packing.position_N // pages.page].long()
         b.place_N = packing.position_N % pages.page
         return self._read(ids_PL, packing, packing.state_R)

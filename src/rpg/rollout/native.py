@@ -227,7 +227,7 @@ class NativeEngine:
         batch = self.stopped
         if not isinstance(batch, GraphStream) or self.decoder is None or batch.buffers is not self.decoder.buffers:
             return None
-        there = [batch.groups[i] for i in batch.unfinished]
+        there = [batch.groups[i] for i in (*batch.over, *batch.unfinished)]
         same = len(there) == len(groups) and all(one is other for one, other in zip(there, groups, strict=True))
         fits = (n, sampling) == (batch.n, batch.sampling) and not self.decoder.weights_moved
         return batch if same and fits else None

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.decode import LayerCache
+from ..kernels.packed import to_device
 from ..kernels.step import LENGTH, TOKEN
 
 AT_ONCE = 16  # pages of a copy: torch takes pinned memory in powers of two
@@ -26,6 +29,7 @@ class Table:
 
     def __init__(self, rows: int, columns: int, device: torch.device):
         self.pages: list[list[int]] = [[] for _ in range(rows)]
+        self.held_R = np.zeros(rows, dtype=np.int64)  # how many each has
         self.page_RM = torch.zeros(rows, columns, dtype=torch.int32, device=device)
 
 
@@ -46,13 +50,14 @@ class Pages:
         for table in (self.prompts, self.slots):
             for held in table.pages:
                 held.clear()
+            table.held_R[:] = 0
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
-    def missing(self, slot: int, tokens: int) -> int:
-        """Pages that the response in this slot lacks for so many tokens."""
-        return max(0, self.needed(tokens) - len(self.slots.pages[slot]))
+    def missing(self, slots: Sequence[int], tokens: Any) -> Any:
+        """Pages that the responses in these slots lack, each for so many tokens; as arrays."""
+        return np.maximum(-(-tokens // self.page) - self.slots.held_R[slots], 0)
 
     def extend(self, table: Table, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Give each row pages for so many tokens, where it has not enough; there must be enough."""
@@ -62,15 +67,16 @@ class Pages:
             for column in range(len(held), self.needed(count)):
                 held.append(self.free.pop())
                 added.append((row, column, held[-1]))
+            table.held_R[row] = len(held)
         if added:
-            row_N, column_N, page_N = torch.tensor(added).T.to(table.page_RM.device)
+            row_N, column_N, page_N = to_device(torch.tensor(added).T.contiguous(), table.page_RM.device)
             table.page_RM[row_N, column_N] = page_N.int()
         if table is self.prompts:
             self.prompt_pages += len(added)
 
     def drop(self, table: Table, row: int) -> list[int]:
         """Its pages are free again; which they were."""
-        held, table.pages[row] = table.pages[row], []
+        held, table.pages[row], table.held_R[row] = table.pages[row], [], 0
         self.free += held
         if table is self.prompts:
             self.prompt_pages -= len(held)

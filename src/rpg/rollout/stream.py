@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.merged import merging
+from ..kernels.packed import to_device
 from ..kernels.sample_torch import uniform_table
 from ..kernels.step import DEAD, LENGTH
 from .attention import attending
@@ -21,6 +22,8 @@ from .flight import Feed, Partial, Underway
 from .graph_batch import READ_TOKENS, GraphBatch
 from .graphs import GraphDecoder
 from .pages import from_host, to_host
+
+LOTS = 4  # so large a part of the slots is to be free, and so many responses beside those under way to be begun
 
 
 class Outgrown(Exception):
@@ -41,9 +44,11 @@ def _listed(
     """These places of two tables, of each as many as its request has, in one copy to the host."""
     if not requests:
         return {}
-    width, at = max(sizes[r] for r in requests), torch.tensor(places, device=tokens.device)
-    found = zip(requests, tokens[at, :width].tolist(), logp[at, :width].tolist(), strict=True)
-    return {r: (tokens_T[: sizes[r]], logp_T[: sizes[r]], bool(ended[r])) for r, tokens_T, logp_T in found}
+    wanted = [sizes[r] for r in requests]
+    at = torch.tensor(places, device=tokens.device)
+    tokens_RT, logp_RT = tokens[at, : max(wanted)].cpu().numpy(), logp[at, : max(wanted)].cpu().numpy()
+    rows = zip(requests, wanted, tokens_RT, logp_RT, strict=True)
+    return {r: (tokens_T[:size].tolist(), logp_T[:size].tolist(), bool(ended[r])) for r, size, tokens_T, logp_T in rows}
 
 
 class Stream:
@@ -77,20 +82,26 @@ class Stream:
         """Until ``feed`` says to stop, or has no more to give."""
         self._add(groups)
         with self._within():
-            more = feed([], len(self.unfinished))
+            self._come_back()
+            more = self._fed(feed)
             while more is not None:
                 self._add(more)
                 if not self.unfinished and not self.over:
                     break
                 while not self.over:
                     self._advance()
-                over, self.over = self.over, []
-                more = feed(self._read_back(over), len(self.unfinished))
+                more = self._fed(feed)
+            self._settle()
+
+    def _fed(self, feed: Feed) -> list[Underway] | None:
+        self._keep_busy()
+        over, self.over = self._read_back(self.over), []
+        return feed(over, len(self.unfinished))
 
     def left(self, keep_cache: bool = False) -> list[Underway]:
         """The groups that are not over, as far as they have got. With ``keep_cache`` the keys and values of their
         tokens are to be had from ``copy_cache``, as long as nobody else has used the engine."""
-        groups = self._read_back([*self.over, *self.unfinished])  # of those that are over after an error
+        groups = self._read_back([*self.over, *self.unfinished])  # feed has not been told of those that are over
         groups += self.coming
         if keep_cache:
             return groups
@@ -106,10 +117,8 @@ class Stream:
         self.coming = groups
         width, first, rows = self.sampling.max_new_tokens, len(self.groups), len(groups) * self.n
         tables = [uniform_table(group.seed, [group.prompt], self.n, width) for group in groups]
-        self.uniform = torch.cat([self.uniform, torch.cat(tables).to(self.uniform.device)])
-        for name in ("tokens", "logp", "length", "ended"):
-            table = getattr(self, name)
-            setattr(self, name, torch.cat([table, table.new_zeros(rows, *table.shape[1:])]))
+        self.uniform = torch.cat([self.uniform, to_device(torch.cat(tables), self.uniform.device)])
+        self._make_room(rows)
         self.coming = ()
         self.groups += groups
         self.prompts += [group.prompt for group in groups]
@@ -152,6 +161,18 @@ class Stream:
         """Admit whom there is room for, and draw more tokens."""
         raise NotImplementedError
 
+    def _make_room(self, requests: int) -> None:
+        """For what becomes of so many more."""
+
+    def _come_back(self) -> None:
+        """Those that were under way go on, before anything is asked of feed."""
+
+    def _keep_busy(self) -> None:
+        """The device may decode while feed is asked."""
+
+    def _settle(self) -> None:
+        """Nothing is asked of the device any more."""
+
     def _rows(self, requests: Sequence[int]) -> Rows:
         """Of each: its tokens, their log-probabilities, and whether an end token was the last. No tokens of what is not
         begun, or was over before."""
@@ -186,6 +207,11 @@ class EagerStream(Stream, EagerBatch):
         super()._add(groups)
         self.room = max(self.room, *(len(group.prompt) for group in groups)) if groups else self.room
         self.cache.capacity = self.room + self.sampling.max_new_tokens
+
+    def _make_room(self, requests: int) -> None:
+        for name in ("tokens", "logp", "length", "ended"):
+            table = getattr(self, name)
+            setattr(self, name, torch.cat([table, table.new_zeros(requests, *table.shape[1:])]))
 
     def _advance(self) -> None:
         self._enter()
@@ -237,12 +263,14 @@ class EagerStream(Stream, EagerBatch):
 
 
 class GraphStream(Stream, GraphBatch):
-    """By replayed graphs, on a GPU."""
+    """By replayed graphs, on a GPU. It has its next steps to do before anything else is done: what has ended is read
+    and scored, and new prompts are encoded and read, while it decodes."""
 
     def __init__(
         self, decoder: GraphDecoder, end_ids: Sequence[int], n: int, sampling: Sampling, longest: int, version: int
     ):
-        self.longest = longest
+        self.longest, self.running = longest, False
+        self.results: Rows = {}  # of requests that are done, until their group is
         GraphBatch.__init__(self, decoder, end_ids, [], n, sampling, 0)
         self._open_books(version)
 
@@ -263,27 +291,55 @@ class GraphStream(Stream, GraphBatch):
             raise Outgrown
 
     def _advance(self) -> None:
-        came = False
-        while self.begun and not self.waiting and self._enter():
-            came = True
+        self._begin_steps()
+        self._come_back()
         if not self.begun or self.waiting:
-            came = self._admit() or came
-        if came:
-            self._look()  # some end with their first token
-        if self.live and not self.over:
-            self._decode()
+            self._admit()
+        self._look()  # some end with their first token
+        self.running = False
+
+    def _come_back(self) -> None:
+        while self.begun and not self.waiting and self._enter():
+            pass
+
+    def _keep_busy(self) -> None:
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        if self.live and not self.running:
+            self._start_steps()
+            self.running = True
+
+    def _settle(self) -> None:
+        if self.running:
+            self._look()
+            self.running = False
+
+    def _worth_a_pass(self) -> bool:
+        """A pass over few prompts takes as long as one over many, and groups come as others end: a few at a time."""
+        return len(self.free) >= max(1, self.buffers.slots // LOTS) and len(self.queue) >= len(self.live) // LOTS
+
+    def _take(self, done: Sequence[int]) -> None:
+        """To the host at once: nothing is asked of the device just now, and soon it will have steps to do."""
+        b, slots = self.buffers, [self.slot[r] for r in done]
+        size_M, ended_M = torch.stack([b.count_S, b.ended_S])[:, self._index(slots)].tolist()
+        sizes, ended = dict(zip(done, size_M, strict=True)), dict(zip(done, ended_M, strict=True))
+        self.results |= _listed(done, slots, b.tokens_SR, b.logp_SR, sizes, ended)
 
     def _rows(self, requests: Sequence[int]) -> Rows:
+        found = {r: self.results.pop(r) for r in requests if r in self.results}
+        live = [r for r in requests if self.slot[r] >= 0 and not self._part(r).over]
+        return found | (self._live_rows(live) if live else {})
+
+    def _live_rows(self, requests: Sequence[int]) -> Rows:
         b = self.buffers
         ages = dict(zip(self.live, self.age, strict=True)) | {back.request: back.age for back in self.waiting}
         for r, length in zip(self.live, b.state_5S[LENGTH, : len(self.live)].tolist(), strict=True):
             if length == DEAD:  # after an error: it has ended and nobody has looked. Its last token is drawn again
                 ages[r] = int(b.count_S[self.slot[r]]) - 2
-        lives = {r: ages[r] + 1 for r in requests if r in ages and not self._part(r).over}
-        rest = [r for r in requests if r not in lives]
+        lives = {r: ages[r] + 1 for r in requests if r in ages}
         slots, nothing = [self.slot[r] for r in lives], dict.fromkeys(lives, 0)
-        rows = _listed(list(lives), slots, b.tokens_SR, b.logp_SR, lives, nothing)
-        return rows | _listed(rest, rest, self.tokens, self.logp, self.length.tolist(), self.ended.tolist())
+        return _listed(list(lives), slots, b.tokens_SR, b.logp_SR, lives, nothing)
 
     def _enter(self) -> bool:
         """Responses that have tokens go on: all of these but the newest belong into the cache."""
@@ -358,17 +414,17 @@ class GraphStream(Stream, GraphBatch):
     # ---- between two steps -------------------------------------------------------------------------------------------
 
     def go_on_as(self, version: int) -> None:
-        """Everything is where it was when decoding stopped, and the weights may be new. The books forget what is over;
-        rows stand in the order in which they would come from the host."""
-        going = list(self.unfinished)
+        """Everything is where it was when decoding stopped, and the weights may be new. The books forget what feed has
+        been told of; rows stand in the order in which they would come from the host."""
+        going = [*self.over, *self.unfinished]
         requests = [r for i in going for r in range(i * self.n, (i + 1) * self.n)]
         group, request = ({old: new for new, old in enumerate(olds)} for olds in (going, requests))
         rows = self._index(requests)
-        for name in ("uniform", "tokens", "logp", "length", "ended"):
-            setattr(self, name, getattr(self, name)[rows])
+        self.uniform = self.uniform[rows]
         self.groups, self.prompts = [self.groups[i] for i in going], [self.prompts[i] for i in going]
         self.undone, self.slot = [self.undone[i] for i in going], [self.slot[r] for r in requests]
         self.unfinished = {group[i]: count for i, count in self.unfinished.items()}
+        self.over = [group[i] for i in self.over]
         self.prompt_row = {group[i]: row for i, row in self.prompt_row.items()}
         self.live = [request[r] for r in self.live]
         self.queue, self.begun = (deque(request[r] for r in some) for some in (self.queue, self.begun))

@@ -107,6 +107,10 @@ class Batch:
         chosen = {f.name: cut(f.name, getattr(self, f.name)) for f in fields(self) if not f.name.startswith("kept_")}
         return replace(self, **chosen, **self._kept_rows(index, response))  # type: ignore[arg-type]
 
+    def layout(self) -> tuple[Tensor, Tensor, int, Tensor]:
+        """What Policy.pack asks for, on the host: so that nobody waits for the device when it is laid out."""
+        return self.start_B.cpu(), self.mask_BT.cpu(), self.ids_BL.shape[1], self.group_B.cpu()
+
     def _kept_rows(self, index: Tensor, width: int) -> dict[str, Tensor]:
         """The kept sets of these rows."""
         if self.kept_count_BT is None or self.kept_ids_K is None:

@@ -117,6 +117,13 @@ class MixedOptimizer:
         if later[0]:
             torch._foreach_add_(*later)
 
+    def sum_of(self, parameter: Tensor) -> Tensor | None:
+        """Where gradients of a parameter are summed until the step, for who adds to it directly; None: not trained."""
+        master = self.masters.get(parameter)
+        if master is not None and master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return None if master is None else master.grad
+
     def clip(self, max_norm: float, world: World = ALONE) -> float:
         """clip_gradients of the sums."""
         self.accumulate()

@@ -182,11 +182,10 @@ def batch_logp(policy: Policy, batch: Batch, micro_tokens: int, world: World = A
     """Log-probabilities of a batch's responses under a policy, [B,T]. Each rank computes a share of them."""
     out_BT = torch.zeros_like(batch.old_logp_BT)
     micro = rank_micro_batches(batch, micro_tokens, policy.packs, world)
-    packings = [policy.pack(part.start_B, part.mask_BT, part.ids_BL.shape[1], part.group_B) for _, part in micro]
-    for i, (index, part) in enumerate(micro):
+    layouts = [part.layout() for _, part in micro]
+    for (index, part), layout in zip(micro, layouts, strict=True):
         rows = part.ids_BL, part.start_B, part.mask_BT, part.group_B
-        scored = policy.score(*rows, packing=packings[i], kept=part.kept)
-        packings[i] = None
+        scored = policy.score(*rows, packing=policy.pack(*layout), kept=part.kept)
         if index is not None:
             out_BT[index, : scored.logp_BT.shape[1]] = scored.logp_BT
     policy.rest()

@@ -31,6 +31,7 @@ from .old_logp import engine_mismatch
 from .oom_retry import OomRetry, make_oom_retry
 from .optim import MixedOptimizer, learning_rate
 from .progress import Progress
+from .together import blocks_of, goes_together, learn_together, worth_it
 
 LARGEST = ("ratio/max", "mismatch/max_log_ratio")  # the largest counts; of the others the mean
 NO_MEAN = ("tokens", "sequences")
@@ -99,6 +100,7 @@ class Updater:
         self.context, self.world = context, context.world
         self.probe = Probe()
         policy.entropy_gradient = method.loss.has_bonus
+        self.together = goes_together(method, policy, self.world.size) and worth_it(policy)  # the head and the loss
 
     @property
     def steps_a_batch(self) -> int:
@@ -203,33 +205,42 @@ class Updater:
         """
         micro_batches = rank_micro_batches(batch, tokens, self.policy.packs, self.world)
         policy_loss, chosen_BT = self._fitted(batch, micro_batches)
-        # all before the first pass, as each waits for the device
-        packings = [self.policy.pack(p.start_B, p.mask_BT, p.ids_BL.shape[1], p.group_B) for _, p in micro_batches]
+        # all that waits for the device before the first pass: the host lays out each one while the one before it runs
+        layouts = [part.layout() for _, part in micro_batches]
+        head = self.policy.head() if self.together else None
+        blocks = [None if head is None else blocks_of(part, policy_loss, head) for _, part in micro_batches]
         denominator = float(policy_loss.count(batch.mask_BT))
         logp_BT, entropy_BT = torch.zeros_like(batch.old_logp_BT), torch.zeros_like(batch.old_logp_BT)
         keep_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int) if self.method.curvature_gate else None
         curvature = None if keep_BT is None else self._curvature()
         losses = []
         for i, (index, part) in enumerate(micro_batches):
-            scored = self._score(part, packings[i])
-            packings[i] = None  # what its layers shared goes with the backward pass
+            packing = self.policy.pack(*layouts[i])
+            chosen = None if chosen_BT is None or index is None else chosen_BT[index, : part.mask_BT.shape[1]]
+            if (cut := blocks[i]) is not None:
+                rule, recompute = (policy_loss, denominator, chosen), self.oom_retry.recompute
+                scored, loss = learn_together(self.policy, self.optimizer, part, cut, *rule, recompute, packing)
+            else:
+                scored = self._score(part, packing)
+            del packing  # what its layers shared goes with the backward pass
             if index is None:  # another rank has more: take part
                 (scored.logp_BT.sum() * 0).backward()  # type: ignore[no-untyped-call]
                 self.optimizer.accumulate()
                 continue
             keep = None if keep_BT is None else self._keep(policy_loss, part, scored, denominator, curvature)
-            chosen = None if chosen_BT is None else chosen_BT[index, : part.mask_BT.shape[1]]
-            out = policy_loss(
-                scored.logp_BT,
-                **part.loss_inputs,
-                denominator=denominator,
-                entropy=scored.entropy_BT,
-                keep=keep,
-                chosen=chosen,
-            )
-            out.loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.accumulate()
-            losses.append(out.loss.detach())
+            if cut is None:
+                out = policy_loss(
+                    scored.logp_BT,
+                    **part.loss_inputs,
+                    denominator=denominator,
+                    entropy=scored.entropy_BT,
+                    keep=keep,
+                    chosen=chosen,
+                )
+                out.loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.accumulate()
+                loss = out.loss.detach()
+            losses.append(loss)
             width = part.mask_BT.shape[1]
             logp_BT[index, :width], entropy_BT[index, :width] = scored.logp_BT.detach(), scored.entropy_BT.detach()
             if keep_BT is not None and keep is not None:

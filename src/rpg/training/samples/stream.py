@@ -45,8 +45,7 @@ class StreamCollector(Collector):
     def collect(self, step: int, fresh: int | None = None) -> Experience:
         fresh = self.config.rollout.prompts if fresh is None else fresh
         self.step = step
-        most = fresh * (1 + self.config.rollout.ahead * self.position.pace)
-        round_ = _Round(self, step, fresh, max(fresh + 1, math.ceil(most)))
+        round_ = _Round(self, step, fresh)
         begin = perf_counter()
         self.under_way = self.sampler.engine.decode(  # type: ignore[attr-defined]
             self.under_way,
@@ -61,6 +60,9 @@ class StreamCollector(Collector):
         trained, self.ready = self.ready[:fresh], self.ready[fresh:]
         failures = round_.failures
         self.position.count_failures(failures)
+        if self.method.dynamic and round_.sampled:
+            kept = sum(group.informative(self.signal) for group in round_.sampled)
+            self.position.keep_rate = 0.7 * self.position.keep_rate + 0.3 * kept / len(round_.sampled)
         if self.choice is not None:
             self.choice.note(round_.sampled, step)
         return Experience(
@@ -108,10 +110,13 @@ class StreamCollector(Collector):
 class _Round:
     """One step's sampling: what the engine is told, and what came of it."""
 
-    def __init__(self, collector: StreamCollector, step: int, fresh: int, most: int):
-        self.collector, self.step, self.fresh, self.most = collector, step, fresh, most
-        rollout = collector.config.rollout
-        self.limit = most * rollout.max_rounds  # groups that end in a step, however few of them have signal
+    def __init__(self, collector: StreamCollector, step: int, fresh: int):
+        self.collector, self.step, self.fresh = collector, step, fresh
+        rollout, position = collector.config.rollout, collector.position
+        self.ahead = rollout.ahead * position.pace
+        self.for_one = min(1 / max(position.keep_rate, 0.1), 4) if collector.method.dynamic else 1.0
+        self.limit = max(fresh + 1, math.ceil(fresh * (1 + self.ahead))) * rollout.max_rounds
+        """groups that end in a step, however few of them have signal"""
         self.sampled: list[Group] = []
         self.failures: Counter[str] = Counter()
         self.messages: list[str] = []
@@ -130,8 +135,18 @@ class _Round:
         collector.sampler.context.stage(f"rollout {min(len(collector.ready), self.fresh)}/{self.fresh}")
         if len(collector.ready) >= self.fresh or len(self.sampled) >= self.limit:
             return None
-        waiting = sum(len(groups) for groups, _, _ in self._scoring)
-        return collector.begin(max(0, self.most - under_way - waiting - len(collector.ready)))
+        return collector.begin(max(0, self.most() - under_way))
+
+    def most(self) -> int:
+        """Groups that may be under way: for this step and what may be ahead of it, those without signal not counted.
+
+        What is ready leaves its place to the next, so that no slot is empty. Where less than a batch may be ahead, it
+        does so in part: the less, the more a step's end is like that of a plain one.
+        """
+        waiting = sum(len(groups) for groups, _, _ in self._scoring) / self.for_one
+        there = min(self.fresh, len(self.collector.ready) + waiting)
+        wanted = self.fresh * (1 + self.ahead) - there * max(0.0, 1 - self.ahead)
+        return max(1, math.ceil(wanted * self.for_one))
 
     def _score(self, over: list[Underway]) -> None:
         collector = self.collector
