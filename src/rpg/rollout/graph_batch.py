@@ -24,6 +24,7 @@ from .pages import SetBack, from_host, page_bytes, to_host
 
 LOOK_EVERY = 8  # steps between two looks at who is done
 READ_TOKENS = 32768  # prompt tokens in one pass
+MEAN_OF = 256  # prompts, for the length that a step may count on
 FIRST_ROWS = 128  # first tokens drawn at once
 
 
@@ -106,7 +107,8 @@ class GraphBatch:
         self._take_pages(count)
         rows = min(buckets(len(self.live)), self.buffers.slots)
         self.steps, self.row_steps = self.steps + count, self.row_steps + count * len(self.live)
-        prompt = sum(map(len, self.prompts)) / len(self.prompts)
+        known = self.prompts[-MEAN_OF:]
+        prompt = sum(map(len, known)) / len(known)
         for _ in range(count):
             self.decoder.step(rows, self.sampling, self.n, prompt)
         self.age = [age + count for age in self.age]

@@ -104,7 +104,7 @@ class GraphDecoder:
         ``prompt`` tokens."""
         assert self.buffers is not None
         layers, samples = self.buffers.layers, 1
-        if self.shares and layers:
+        if n > 1 and self.shares and layers:
             samples = shared_samples(n, rows, prompt, layers[0].token_bytes)
         key = rows, sampling.how, sampling.gives_kept, samples
         if key in self.graphs:
