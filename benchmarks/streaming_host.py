@@ -96,7 +96,7 @@ class Counted:
         logits[:, END + 4] = 50
         return logits
 
-    def step(self, rows: int, sampling: Any) -> None:
+    def step(self, rows: int, *_: Any) -> None:
         """A row goes through a text, and ends by the number that would decide its token."""
         begin, b = perf_counter(), self.decoder.buffers
         state = b.state_5S.numpy()[:, :rows]

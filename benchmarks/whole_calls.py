@@ -1,6 +1,6 @@
 """Whole calls of sampling beside vLLM's: one model, the same prompts and lengths, one run.
 
-    python benchmarks/whole_calls.py [--model 4b] [--work 32x4x178+3072 …] [--vllm] [--json FILE]
+    python benchmarks/whole_calls.py [--model 4b] [--work 32x4x178+3072 …] [--vllm | --vllm-only] [--json FILE]
     python benchmarks/whole_calls.py --model tiny --device cpu --work 3x2x12+16      # to see that it runs
 
 A work is prompts x responses to each x tokens of a prompt + tokens of a response. Random weights, no response can end.
@@ -83,13 +83,13 @@ def by_vllm(sizes: Sizes, works: list[Work]) -> list[list[dict[str, float]]]:
         model = make_model(sizes.model, sizes)
         vocab = vocabulary(model)
         model.config.save_pretrained(folder)
+        make_tokenizer(vocab).save_pretrained(folder)  # 0.26 asks for one, though it reads and writes no text
         del model
         torch.cuda.empty_cache()
         on_cpu = sizes.device == "cpu"
         room = {"kv_cache_memory_bytes": SPACE_GIB * 2**30} if on_cpu else {"gpu_memory_utilization": MEMORY}
         settings: dict[str, Any] = {
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
             "dtype": sizes.dtype,
             "max_model_len": max(work.prompt + work.new for work in works) + 1,
             "max_num_seqs": max(work.prompts * work.samples for work in works),
@@ -99,12 +99,13 @@ def by_vllm(sizes: Sizes, works: list[Work]) -> list[list[dict[str, float]]]:
         engine = vllm.LLM(folder, **room, **settings)
     found = []
     for work in works:
-        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(work.prompts, work.prompt, vocab)]
+        ids = random_prompts(work.prompts, work.prompt, vocab)  # each as often as it has responses: the cache shares it
+        prompts = [{"prompt_token_ids": prompt} for prompt in ids for _ in range(work.samples)]
         pair = []
         for logprobs in (None, 0):
             for new in (SHORT, work.new):
                 how = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}
-                sampling = vllm.SamplingParams(max_tokens=new, n=work.samples, logprobs=logprobs, **how)
+                sampling = vllm.SamplingParams(max_tokens=new, logprobs=logprobs, **how)
                 engine.reset_prefix_cache()
                 begin = perf_counter()
                 outputs = engine.generate(prompts, sampling, use_tqdm=False)
@@ -113,6 +114,7 @@ def by_vllm(sizes: Sizes, works: list[Work]) -> list[list[dict[str, float]]]:
             if counts != [work.new] * (work.prompts * work.samples):
                 raise ValueError(f"{sum(counts)} tokens instead of {work.tokens}")
             pair.append({"seconds": seconds})
+            print(f"vLLM, logprobs {logprobs}: {seconds:.2f} s", file=sys.stderr, flush=True)
         found.append(pair)
     return found
 
@@ -122,6 +124,7 @@ def main() -> None:
     parser.add_argument("--model", default="4b")
     parser.add_argument("--work", type=Work.read, nargs="+", default=[Work(32, 4, 178, 3072)])
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--vllm-only", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -134,12 +137,12 @@ def main() -> None:
 
     ceilings = apart(measure_ceilings, replace(sizes, quick=True), limit=LIMIT)
     sides = [("rpg, 16 bits", by_rpg, 16), ("rpg, 8 bits", by_rpg, 8)]
-    for name, side, bits in sides:
+    for name, side, bits in sides if not args.vllm_only else ():
         try:
             keep(name, apart(side, sizes, args.work, bits, limit=LIMIT))
         except Exception as error:  # the other sides are worth having
             print(f"{name}: {error_line(error)}", flush=True)
-    if args.vllm:
+    if args.vllm or args.vllm_only:
         try:
             pairs = apart(by_vllm, sizes, args.work, limit=LIMIT)
             keep("vLLM", [pair[0] for pair in pairs])

@@ -100,8 +100,9 @@ def test_splits_fill_the_chip_and_no_more():
 
 def test_prompts_are_shared_where_that_saves_much_reading():
     small, large = 512, 4096  # bytes of a token
-    assert shared_samples(8, 1024, 178, small) == 8
+    assert shared_samples(8, 1024, 600, small) == 8
     assert shared_samples(16, 128, 2048, large) == 16
+    assert shared_samples(8, 1024, 178, small) == 1  # it was slower there
     assert shared_samples(8, 64, 178, small) == 1  # few rows
     assert shared_samples(8, 1024, 10, small) == 1  # short prompts
     assert shared_samples(1, 4096, 8192, large) == 1

@@ -13,7 +13,7 @@ from rpg.models.policy import Policy
 from rpg.run.auto import settled
 from rpg.run.config import Config, OptimConfig, RolloutConfig
 from rpg.run.folder import RunFolder
-from rpg.training.batch import make_batch, micro_batches, with_advantages
+from rpg.training.batch import Batch, make_batch, micro_batches, with_advantages
 from rpg.training.old_logp import with_logp
 from rpg.training.optim import make_optimizer
 from rpg.training.reference import batch_logp
@@ -168,17 +168,20 @@ def test_a_policy_that_pads_is_given_no_more_than_asked_for(tmp_path, monkeypatc
     assert all(len(ids) * (ids.shape[1] - 1) <= 30 for ids in seen)
 
 
-def test_nothing_is_laid_out_between_two_passes(policy, batch, tmp_path, monkeypatch):
-    """It would wait for the device."""
+def test_the_device_is_not_waited_for_between_two_passes(policy, batch, tmp_path, monkeypatch):
+    """What is laid out there is read off the device before the first pass."""
     order, pack, score = [], policy.pack, policy.score
     monkeypatch.setattr(policy, "pack", lambda *how: (order.append("pack"), pack(*how))[1])
     monkeypatch.setattr(policy, "score", lambda *a, **how: (order.append("score"), score(*a, **how))[1])
+    layout = Batch.layout
+    monkeypatch.setattr(Batch, "layout", lambda self: (order.append("read"), layout(self))[1])
     data = with_advantages(batch, rpg.algorithm("reinforce").advantage, None)
     batch_logp(policy, data, 20)
-    assert order == ["pack"] * 4 + ["score"] * 4
+    expected = ["read"] * 4 + ["pack", "score"] * 4
+    assert order == expected
     updater(policy, rpg.algorithm("reinforce"), tmp_path)._accumulate(data, Means(), 20)
     policy.model.zero_grad(set_to_none=True)
-    assert order[8:] == ["pack"] * 4 + ["score"] * 4
+    assert order[len(expected) :] == expected
 
 
 def test_log_probabilities_do_not_depend_on_the_cut(policy, batch):

@@ -38,7 +38,7 @@ class CountedSteps:
         logits[:, 5] = 50
         return logits
 
-    def step(self, rows, sampling):
+    def step(self, rows, *_):
         b = self.decoder.buffers
         state = b.state_5S[:, :rows]
         live = state[LENGTH] > DEAD

@@ -35,9 +35,9 @@ MATRIX = 64  # query heads of a program of it, of all its rows
 FEW_PROGRAMS = 132  # of it: with fewer, several share a prompt's blocks, LEAST_BLOCKS each
 LEAST_BLOCKS = 4
 LEAST_SAMPLES = 4  # of a prompt, for it to be read once for all of them
-# What rows would read again of their prompts, a layer, for that to pay. A launch, the walk of one program and what is
-# handed over take about 8 µs; tokens that are read again come at 2 to 3 TB/s: an estimate, not a measurement.
-AGAIN_BYTES = 20e6
+# What rows would read again of their prompts, a layer, for that to pay. Measured on an H200: 0.8 to 1.0 times as fast up
+# to 82 MB, 1.2 to 1.4 times from 145 MB on (docs/long-responses.md): the L2 cache gives what is read again soon.
+AGAIN_BYTES = 120e6
 WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
 
 
