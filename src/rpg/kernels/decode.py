@@ -35,8 +35,8 @@ MATRIX = 64  # query heads of a program of it, of all its rows
 FEW_PROGRAMS = 132  # of it: with fewer, several share a prompt's blocks, LEAST_BLOCKS each
 LEAST_BLOCKS = 4
 LEAST_SAMPLES = 4  # of a prompt, for it to be read once for all of them
-# What rows would read again of their prompts, a layer, for that to pay. Measured on an H200: 0.8 to 1.0 times as fast up
-# to 82 MB, 1.2 to 1.4 times from 145 MB on (docs/long-responses.md): the L2 cache gives what is read again soon.
+# What rows would read again of their prompts, a layer, for that to pay: on an H200 it was slower up to 82 MB and 1.2 to
+# 1.4 times as fast from 145 MB on (docs/long-responses.md). The L2 cache gives what is read again soon.
 AGAIN_BYTES = 120e6
 WITH_8_BITS = "a GPU that has such numbers (an L40S, RTX 4090, H100, H200 or later)"
 
