@@ -102,6 +102,17 @@ def test_gradients_of_one_product_are_those_of_several(name, monkeypatch):
     assert torch.equal(quiet, joint(IDS).logits.detach())  # with gradients and without: the same bits
 
 
+def test_a_model_that_changes_projections_in_place_learns_without_joint_ones(monkeypatch):
+    monkeypatch.setattr(rooms, "JOINT_ON", {"cpu"})
+    plain, joint = (tiny.make(config="OlmoConfig", clip_qkv=0.5) for _ in range(2))
+    assert merge(joint)
+    for model in (plain, joint):
+        model(IDS).logits.square().sum().backward()
+    for (key, a), (_, b) in zip(plain.named_parameters(), joint.named_parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), key
+    assert torch.allclose(logits(joint), plain_logits(plain), atol=1e-5)
+
+
 def test_frozen_projections_get_no_gradient_and_unused_ones_zeros(monkeypatch):
     monkeypatch.setattr(rooms, "JOINT_ON", {"cpu"})
     layers = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]

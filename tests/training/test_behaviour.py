@@ -148,7 +148,7 @@ def error(found, expected):
 @pytest.mark.parametrize("cut", [1, 2])
 def test_the_gradient_is_exact_whatever_the_sampler_was(way, cut, keep, monkeypatch):
     if cut == 1:  # nothing is begun before the first word on whether to stop
-        monkeypatch.setattr(stream.GraphStream, "_keep_busy", lambda self: None)
+        monkeypatch.setattr(stream.GraphStream, "_start_next_steps", lambda self: None)
     log_b_NT = behaviour(way, cut, keep)
     b_N = log_b_NT.sum(-1).exp()
     assert float(b_N.sum()) == pytest.approx(1, abs=1e-6)  # it is a distribution

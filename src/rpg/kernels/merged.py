@@ -46,7 +46,29 @@ def merge(model: nn.Module) -> list[str]:
             layers = [x for x in children if isinstance(x, nn.Linear) and _plain(x)]
             if len(layers) == len(names) and _merge(layers):
                 done.append(name)
+    if done and not _learns(model):
+        for module in model.modules():
+            group, _ = getattr(module, "_merged", (None, 0))
+            if group is not None:
+                group.learns = False
     return done + _fold(model)
+
+
+def _learns(model: Any) -> bool:
+    """Whether gradients pass through joint projections: not where a model changes their results in place (OLMo)."""
+    device = next(model.parameters()).device
+    if device.type not in JOINT_ON:
+        return True
+    try:
+        with torch.enable_grad():
+            model(input_ids=torch.arange(1, 4, device=device)[None], use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return "inplace" not in str(error)
+    except Exception:  # it cannot be called so
+        return True
+    return True
 
 
 def _plain(layer: nn.Linear) -> bool:
@@ -90,12 +112,13 @@ class MergedProjections:
     def __init__(self, layers: list[nn.Linear]):
         self.layers = layers
         self.held: tuple[Tensor, tuple[Tensor, ...]] | None = None  # the input seen last, and all results for it
+        self.learns = True  # jointly: gradients pass through
 
     def __call__(self, i: int, x: Tensor) -> Tensor:
         layer = self.layers[i]
         held, self.held = self.held, None
         kind = x.device.type
-        if not _merging and (kind not in JOINT_ON or torch.is_autocast_enabled(kind)):
+        if not _merging and (kind not in JOINT_ON or not self.learns or torch.is_autocast_enabled(kind)):
             return nn.functional.linear(x, layer.weight, layer.bias)
         if i > 0:
             if held is None or held[0] is not x:

@@ -189,10 +189,9 @@ class Policy:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, special tokens such as <think> included; not the model's own end, beginning and padding tokens."""
-        read = np.array(
-            [t for t in tokens if t not in self._unread], dtype=np.int64
-        )  # of a list it looks at each token
-        return str(self.tokenizer.decode(read, skip_special_tokens=False))
+        read = [t for t in tokens if t not in self._unread]
+        # of a list the tokenizer looks at each token
+        return str(self.tokenizer.decode(np.array(read, dtype=np.int64), skip_special_tokens=False))
 
     @cached_property
     def _unread(self) -> set[int | None]:

@@ -118,9 +118,9 @@ class GraphDecoder:
         except Exception as error:  # a chip that has no room for the kernel; no book has changed
             if samples == 1:
                 raise
+            self.step(rows, sampling)  # another error than the kernel's comes again
             self.shares = False
             self.warn(f"prompts are read for each row, which is slower: {first_line(error)}")
-            self.step(rows, sampling)
             return
         if self.capture:
             self._record(key, sampling)

@@ -83,18 +83,18 @@ class Stream:
         self._add(groups)
         with self._within():
             self._come_back()
-            more = self._fed(feed)
+            more = self._ask(feed)
             while more is not None:
                 self._add(more)
                 if not self.unfinished and not self.over:
                     break
                 while not self.over:
                     self._advance()
-                more = self._fed(feed)
+                more = self._ask(feed)
             self._settle()
 
-    def _fed(self, feed: Feed) -> list[Underway] | None:
-        self._keep_busy()
+    def _ask(self, feed: Feed) -> list[Underway] | None:
+        self._start_next_steps()
         over, self.over = self._read_back(self.over), []
         return feed(over, len(self.unfinished))
 
@@ -167,7 +167,7 @@ class Stream:
     def _come_back(self) -> None:
         """Those that were under way go on, before anything is asked of feed."""
 
-    def _keep_busy(self) -> None:
+    def _start_next_steps(self) -> None:
         """The device may decode while feed is asked."""
 
     def _settle(self) -> None:
@@ -264,7 +264,11 @@ class EagerStream(Stream, EagerBatch):
 
 class GraphStream(Stream, GraphBatch):
     """By replayed graphs, on a GPU. It has its next steps to do before anything else is done: what has ended is read
-    and scored, and new prompts are encoded and read, while it decodes."""
+    and scored, and new prompts are encoded and read, while it decodes.
+
+    While steps are under way (``running``), rows may be added behind those that are decoded, in pages and slots that
+    are free. Nothing is taken from a row, and no page given back, before ``_look`` has waited for the steps.
+    """
 
     def __init__(
         self, decoder: GraphDecoder, end_ids: Sequence[int], n: int, sampling: Sampling, longest: int, version: int
@@ -302,7 +306,7 @@ class GraphStream(Stream, GraphBatch):
         while self.begun and not self.waiting and self._enter():
             pass
 
-    def _keep_busy(self) -> None:
+    def _start_next_steps(self) -> None:
         self._begin_steps()
 
     def _begin_steps(self) -> None:

@@ -371,7 +371,7 @@ class Updater:
             batch = batch.rows(torch.arange(max(1, len(batch.ids_BL) * BAD_BYTES // size)))
         tensors = {name: value.contiguous() for name, value in vars(batch).items() if isinstance(value, Tensor)}
         about: dict[str, Any] = {"step": step, "loss": repr(loss), "grad_norm": repr(norm)}
-        about["texts"] = [self.policy.decode(row[row != self.policy.tokenizer.pad_token_id]) for row in batch.ids_BL]
+        about["texts"] = [self.policy.decode(ids) for ids in batch.ids_BL.tolist()]
         folder.mkdir(exist_ok=True)
         save_file(tensors, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(about, indent=1), encoding="utf-8")

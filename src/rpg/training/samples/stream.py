@@ -140,12 +140,13 @@ class _Round:
     def most(self) -> int:
         """Groups that may be under way: for this step and what may be ahead of it, those without signal not counted.
 
-        What is ready leaves its place to the next, so that no slot is empty. Where less than a batch may be ahead, it
-        does so in part: the less, the more a step's end is like that of a plain one.
+        With ``ahead`` 1 and more that is always fresh · (1 + ahead): what has ended leaves its place to the next, so
+        that no slot is empty. With 0.5 half of what has ended keeps its place, so that 1.5 batches have been begun by
+        the end of a step.
         """
-        waiting = sum(len(groups) for groups, _, _ in self._scoring) / self.for_one
-        there = min(self.fresh, len(self.collector.ready) + waiting)
-        wanted = self.fresh * (1 + self.ahead) - there * max(0.0, 1 - self.ahead)
+        scored = sum(len(groups) for groups, _, _ in self._scoring) / self.for_one
+        ended = min(self.fresh, len(self.collector.ready) + scored)
+        wanted = self.fresh * (1 + self.ahead) - ended * max(0.0, 1 - self.ahead)
         return max(1, math.ceil(wanted * self.for_one))
 
     def _score(self, over: list[Underway]) -> None:
