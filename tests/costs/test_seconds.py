@@ -20,7 +20,7 @@ def work(name, recompute=False, slots=512, micro_tokens=32768):
     model = MADE[name]
     return Work(
         operations=Operations.of(model, 2),
-        activation=Shape.of(model.config).activation_bytes(2, False, False),
+        activation=Shape.of(model.config).moved_bytes(2),
         trained=sum(p.numel() for p in model.parameters()),
         frozen=False,
         recompute=recompute,
