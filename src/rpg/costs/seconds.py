@@ -1,6 +1,7 @@
 """How long a step takes, from what has to be read and computed (operations.py): an estimate.
 
-Two lines, fitted to the rows of docs/speed-table.md, which they meet within a fifth (tests/costs/test_seconds.py):
+Two lines, fitted to the rows of docs/speed-table.md, and the first to those of docs/long-responses.md, which they meet
+within a fifth (tests/costs/test_seconds.py):
 
 a decoding step    1.1 × its floor + 42 µs a layer
 training           1.2 × its products + 12 × its activations moved through memory; not less than 8 ms a layer and pass
