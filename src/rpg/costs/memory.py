@@ -4,8 +4,8 @@ While responses are sampled there are no gradients and no activations; while the
 engine's cache. With offload the optimiser's masters and moments are in host memory during the first phase and the cache
 is given back before the second, so that each phase has the device for itself.
 
-On a GPU it is counted what layers keep that fuse (kernels/fused.py, kernels/merged.py). Others keep more than is planned
-for; where that is more than there is, micro-batches are halved (training/oom_retry.py).
+On a GPU the count is of layers that fuse (kernels/fused.py, kernels/merged.py). Others keep more than is planned for;
+where that is more than there is, micro-batches are halved (training/oom_retry.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Memory:
     dense: int = 0
     """the largest matrix of a model in 4 bits, while it is multiplied"""
     head: int = 0
-    """a block of tokens over the whole vocabulary, on a GPU, as far as it is more than what the backward pass of a layer
+    """a block of tokens over the whole vocabulary, on a GPU, as far as it is more than what a layer's backward pass
     takes, which comes after it"""
 
     def during(self, phase: str) -> dict[str, int]:
@@ -391,8 +391,8 @@ class Shape:
     def activation_bytes(
         self, size: int, recompute: bool, logits: bool, fused: bool = False, adapter: bool = False
     ) -> int:
-        """For each token. All layers keep what their backward pass needs, or with recomputation their input, and one has
-        its backward pass. Attention is taken to keep no scores."""
+        """For each token. All layers keep what their backward pass needs, or with recomputation their input; one of them
+        is in its backward pass. Attention is taken to keep no scores."""
         layer = self.fused_bytes(size, adapter) if fused else self.layer_bytes(size)
         kept = self.layers * (self.hidden * size if recompute else layer)
         head = self.hidden * (2 * size + 4) + (self.vocabulary * (size + 12) if logits else 0)
