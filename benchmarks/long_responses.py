@@ -258,7 +258,7 @@ def phases(work: Work) -> Iterator[str]:
             layout, room = pick_layout(trainer.policy, config, held=False), trainer.oom_retry
             begun = replace(layout, slots=min(layout.slots, work.groups * work.samples))
             about = trainer.policy.model, config, begun, room.tokens, room.recompute, False, not trainer.policy.apart
-            planned = estimate(*about)
+            planned = estimate(*about, gpu=work.device == "cuda")
             yield (
                 f"{work.trained}, offload, {work.groups} × {work.samples} responses of {work.trained_tokens}: "
                 f"{layout.slots} rows at a time planned, {begun.slots} here, micro-batches of {room.tokens:,}"

@@ -209,5 +209,5 @@ def test_the_page_of_long_responses_has_the_plans_of_today(capsys):
     row = next(
         line for line in (ROOT / "docs" / "recipes.md").read_text("utf-8").splitlines() if "dtype fp8` |" in line
     )
-    assert "| 320 | 114 min | 54 min | 12 – 47 – 174 days |" in row
-    assert "47 days" in out
+    assert "| 320 | 98 min | 44 min | 10 – 40 – 148 days |" in row
+    assert "40 days" in out

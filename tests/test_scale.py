@@ -190,10 +190,10 @@ def test_more_ranks_than_sequences_wait_for_the_longest():
 
 
 def test_plan_beside_published_numbers():
-    """The factors that the page states: never slower than what was measured, and not more than 2.6 times too fast."""
+    """The factors that the page states: never slower than what was measured, and not more than 2.7 times too fast."""
     factors = [published / plan for _, published, plan in calculator.comparisons()]
     assert len(factors) == 6
-    assert all(0.95 < factor < 2.6 for factor in factors), factors
+    assert all(0.95 < factor < 2.7 for factor in factors), factors
 
 
 def test_settings_say_what_was_planned():

@@ -177,7 +177,7 @@ class Rollout:
         return min(MOST_ROWS, self.sequences(self.job.lengths.sequence))
 
     def step(self, rows: float) -> float:
-        """Seconds of a decoding step: rpg's line, 1.3 × the floor and so much a layer."""
+        """Seconds of a decoding step: rpg's line, 1.1 × the floor and so much a layer."""
         length, count = self.job.lengths.prompt + self.job.lengths.age, max(1, round(rows))
         moved = self.model.touched(rows).decode_bytes(count, rows * length) + 2 * self.copied
         floor = self.ceilings.seconds(self.model.counts.decode_flops(count, length), moved)

@@ -1,4 +1,6 @@
-"""Estimates of time against what was measured on an H200: docs/speed-table.md."""
+"""Estimates of time against what was measured on an H200: docs/speed-table.md, docs/long-responses.md."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -15,12 +17,14 @@ MADE = {}
 
 
 def work(name, recompute=False, slots=512, micro_tokens=32768):
+    name, _, bits = name.partition(", ")
     if name not in MADE:
         MADE[name] = make_model(name, Sizes(device="meta"))
     model = MADE[name]
+    cache = Shape.of(model.config).cache_bytes(2, "fp8" if bits else "auto")
     return Work(
-        operations=Operations.of(model, 2),
-        activation=Shape.of(model.config).activation_bytes(2, False, False),
+        operations=replace(Operations.of(model, 2), cache=cache),
+        activation=Shape.of(model.config).moved_bytes(2),
         trained=sum(p.numel() for p in model.parameters()),
         frozen=False,
         recompute=recompute,
@@ -40,6 +44,15 @@ def work(name, recompute=False, slots=512, micro_tokens=32768):
         ("17m", 64, 512, 0.39),
         ("1.5b", 64, 512, 2.36),
         ("4b", 64, 512, 5.29),
+        ("4b", 128, 512, 6.06),
+        ("4b", 128, 1714, 10.41),
+        ("4b", 128, 3000, 16.41),
+        ("4b, 8 bits", 128, 512, 5.01),
+        ("4b, 8 bits", 128, 1714, 7.43),
+        ("4b, 8 bits", 128, 3000, 10.40),
+        ("0.5b", 256, 178, 1.46),
+        ("0.5b", 256, 338, 1.60),
+        ("0.5b", 256, 498, 1.72),
     ],
 )
 def test_a_decoding_step(name, rows, length, ms):
@@ -63,6 +76,14 @@ def test_a_decoding_step(name, rows, length, ms):
 def test_training(name, responses, recompute, ms):
     batch = StepSizes(responses // 8, 8, 178, mean=320, longest=320)
     assert train_seconds(work(name, recompute), H200, batch) * 1e3 == pytest.approx(ms, rel=0.2)
+
+
+def test_training_as_measured_later():
+    """512 responses; and 4 billion weights, 256 responses of 512 tokens: benchmarks/long_responses.py --parts d."""
+    batch = StepSizes(64, 8, 178, mean=320, longest=320)
+    assert train_seconds(work("0.5b"), H200, batch) == pytest.approx(1.291, rel=0.25)
+    batch = StepSizes(16, 16, 32, mean=512, longest=512)
+    assert train_seconds(work("4b", micro_tokens=8192), H200, batch, 2) == pytest.approx(8.57, rel=0.25)
 
 
 def test_the_rollout_and_the_whole_step():

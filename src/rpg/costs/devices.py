@@ -13,7 +13,7 @@ import torch
 from ..console import choose
 from ..kernels.decode import has_8_bits
 
-GPU_OVERHEAD = 36e-6, 8e-3  # seconds a layer of a decoding step (a captured graph), of a training pass (its launches)
+GPU_OVERHEAD = 42e-6, 8e-3  # seconds a layer of a decoding step (a captured graph), of a training pass (its launches)
 CPU_OVERHEAD = 1e-3, 2e-3
 REACHED = 779 / 989.4, 4.268 / 4.8  # of the published rates, by the H200 of docs/speed-table.md
 LAPTOP = 8 * 2**30  # bytes of memory

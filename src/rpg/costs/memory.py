@@ -3,10 +3,14 @@
 While responses are sampled there are no gradients and no activations; while the model is trained nobody reads the
 engine's cache. With offload the optimiser's masters and moments are in host memory during the first phase and the cache
 is given back before the second, so that each phase has the device for itself.
+
+On a GPU the count is of layers that fuse (kernels/fused.py, kernels/merged.py). Others keep more than is planned for;
+where that is more than there is, micro-batches are halved (training/oom_retry.py).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +19,9 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import ALONE, World
+from ..kernels.decode import PAGE
 from ..kernels.head_with_loss import block_bytes, rows_at_once
+from ..loss.methods import algorithm
 from ..models.adapters import adapted
 from ..models.four_bits import largest_dense, packed_bytes
 from ..models.meta import Shell, shell
@@ -25,7 +31,8 @@ from ..run.teacher import naming, teacher_of
 CPU_TOKENS = 1024  # activations stay in the cache
 CPU_SLOTS, MOST_SLOTS, SLOTS = 256, 1024, 64  # decoded at once; on a GPU a multiple of the last
 MOST_TOKENS, ENOUGH_TOKENS, LEAST_TOKENS = 32768, 8192, 1024  # on a GPU; below enough, activations are recomputed
-READ_TOKENS = 32768  # of prompts, in one pass of the engine
+READ_TOKENS = 32768  # of prompts, in one pass of the engine, at most
+MOST_MORE = 4  # prompts sampled in a call for one that is wanted, where groups without signal are replaced
 SHARE = 0.9  # of the device's memory that is planned for; the rest: workspaces, graphs, logits, fragments
 GPU_SHARE = "RPG_GPU_SHARE"  # in the environment: of a GPU's memory, for each of several runs on it (rpg study)
 HOST_SHARE = 0.5  # of the host's memory that is taken for offload without being asked
@@ -47,7 +54,8 @@ class Memory:
     moments: int
     """of the optimiser, two a weight"""
     gradients: int
-    """the sums, and those of the micro-batch where they are in half precision"""
+    """the sums, and those of the micro-batch in half precision; on a GPU as far as they are more than the activations,
+    which go as they come"""
     reference: int
     """a second set of weights, or of the adapter's, if one is held; a moving average of half precision also in
     float32"""
@@ -61,8 +69,8 @@ class Memory:
     dense: int = 0
     """the largest matrix of a model in 4 bits, while it is multiplied"""
     head: int = 0
-    """a block of tokens over the whole vocabulary, on a GPU, as far as it is more than the gradients in half precision
-    that are not there yet"""
+    """a block of tokens over the whole vocabulary, on a GPU, as far as it is more than what a layer's backward pass
+    takes, which comes after it"""
 
     def during(self, phase: str) -> dict[str, int]:
         """The parts that are on the device while responses are sampled, or while the model is trained."""
@@ -98,9 +106,14 @@ class Layout:
     offload: bool = False
     """masters and moments are in host memory while responses are sampled, the cache is given back before training"""
 
-    def held(self, longest: int) -> int:
-        """Tokens in the cache, where a row has ``longest`` at most."""
-        return self.slots * longest if self.cache_tokens is None else self.cache_tokens
+    def held(self, config: Config, gpu: bool) -> int:
+        """Tokens in the cache. On a GPU as in GraphBatch._sizes: no more rows than a call has, each prompt once."""
+        if not gpu:
+            return self.slots * longest_row(config) if self.cache_tokens is None else self.cache_tokens
+        rows = max(prompts * n for prompts, n in calls(config))
+        slots = self.slots if config.rollout.ahead else min(self.slots, _rounded(rows, SLOTS))
+        whole = all_pages(slots, config)
+        return whole if self.cache_tokens is None else min(self.cache_tokens, whole)
 
 
 def estimate(
@@ -119,16 +132,16 @@ def estimate(
 
     Of a sharded run on one of its devices: a whole copy of the weights, for sampling, and a share of the rest.
     """
-    whole = _estimate(model, config, layout, micro_tokens, recompute, reference, logits)
+    whole = _estimate(model, config, layout, micro_tokens, recompute, reference, logits, world, gpu)
     if not world.sharded:
-        return replace(whole, head=_head(model, config, micro_tokens)) if gpu and not logits else whole
+        head = _head(model, config, micro_tokens, recompute) if gpu and not logits else 0
+        return replace(whole, head=head)
     gathered = 3 * _largest_group(model)  # in use, on its way, and its gradient on its way
     return replace(
         whole,
         weights=whole.weights + whole.weights // world.size + gathered,
         masters=whole.masters // world.size,
         moments=whole.moments // world.size,
-        gradients=whole.gradients // world.size,
         reference=whole.reference // world.size,
     )
 
@@ -143,32 +156,73 @@ def _largest_group(model: Any) -> int:
 
 
 def _estimate(
-    model: Any, config: Config, layout: Layout, micro_tokens: int, recompute: bool, reference: bool, logits: bool
+    model: Any,
+    config: Config,
+    layout: Layout,
+    micro_tokens: int,
+    recompute: bool,
+    reference: bool,
+    logits: bool,
+    world: World,
+    gpu: bool,
 ) -> Memory:
     weights = [(p.numel(), p.element_size()) for p in model.parameters()]
     trained = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
     size = weights[0][1]  # of the embedding, and of all that is not an adapter
-    shape, longest = Shape.of(model.config.get_text_config()), longest_row(config)
+    shape, share = Shape.of(model.config.get_text_config()), world.size if world.sharded else 1
+    sums = sum(n * max(size, 4) for n, size in trained) // share
+    half = sum(n * size for n, size in trained if size < 4) // share
+    tokens = max(micro_tokens, longest_row(config))  # none is cut
+    kept = tokens * shape.activation_bytes(size, recompute, logits, gpu, adapted(model))
+    backward = tokens * shape.backward_bytes(size, recompute, gpu, adapted(model))
     return Memory(
         weights=_bytes(weights) + packed_bytes(model),
         masters=sum(n * 4 for n, size in trained if size < 4),
         moments=2 * sum(n * max(size, 4) for n, size in trained),
-        gradients=sum(n * (4 + size if size < 4 else size) for n, size in trained),
+        gradients=sums + (max(0, half - kept + backward) if gpu else half),
         reference=_reference(weights, trained, adapted(model), config) if reference else 0,
-        cache=layout.held(longest) * shape.cache_bytes(size, config.rollout.cache_dtype),
-        reading=READ_TOKENS * shape.layer_bytes(size),
-        activations=max(micro_tokens, longest) * shape.activation_bytes(size, recompute, logits),  # none is cut
+        cache=layout.held(config, gpu) * shape.cache_bytes(size, config.rollout.cache_dtype),
+        reading=read_tokens(config) * shape.reading_bytes(size, gpu, adapted(model)),
+        activations=kept,
         offload=layout.offload,
         dense=largest_dense(model),
     )
 
 
-def _head(model: Any, config: Config, micro_tokens: int) -> int:
-    weight, trained = model.get_output_embeddings().weight, [p for p in model.parameters() if p.requires_grad]
-    size = weight.element_size()
-    tokens = min(rows_at_once(len(weight), size), max(micro_tokens, longest_row(config)))
-    to_come: int = sum(p.numel() * p.element_size() for p in trained if p.element_size() < 4)
-    return max(0, block_bytes(tokens, len(weight), size) - to_come)
+def _head(model: Any, config: Config, micro_tokens: int, recompute: bool) -> int:
+    weight = model.get_output_embeddings().weight
+    size, most = weight.element_size(), max(micro_tokens, longest_row(config))
+    to_come = most * Shape.of(model.config.get_text_config()).backward_bytes(size, recompute, True, adapted(model))
+    return max(0, block_bytes(min(rows_at_once(len(weight), size), most), len(weight), size) - to_come)
+
+
+def calls(config: Config) -> list[tuple[int, int]]:
+    """Prompts that the engine is given at once, at most, and responses to each: for a step, and for an evaluation."""
+    rollout, published = config.rollout, algorithm(config.algorithm)
+    dynamic = published.dynamic_sampling if rollout.dynamic is None else rollout.dynamic
+    more = dynamic or (published.min_signal if rollout.min_signal is None else rollout.min_signal)
+    return [(rollout.prompts * (MOST_MORE if more else 1), rollout.samples), (config.eval.problems, config.eval.k)]
+
+
+def read_tokens(config: Config) -> int:
+    """Of prompts, in one pass of the engine, at most."""
+    if config.rollout.ahead:  # responses are read again with them
+        return READ_TOKENS
+    prompt, most = config.rollout.max_prompt_tokens, max(prompts for prompts, _ in calls(config))
+    return max(prompt, min(READ_TOKENS, most * prompt))
+
+
+def all_pages(slots: int, config: Config) -> int:
+    """Tokens of the pages that so many rows take at full length, with the prompts that are in the cache beside them."""
+    rollout = config.rollout
+    prompts = slots  # and where it runs ahead, so many
+    if not rollout.ahead:
+        prompts = max(min(most, 2 * math.ceil(slots / n) + 8, slots) for most, n in calls(config))
+    return slots * _rounded(rollout.max_new_tokens, PAGE) + prompts * _rounded(rollout.max_prompt_tokens, PAGE)
+
+
+def _rounded(number: int, to: int) -> int:
+    return -(-number // to) * to
 
 
 def longest_row(config: Config) -> int:
@@ -248,11 +302,11 @@ def lay_out(
 def _fitted(config: Config, room: int, each: int, row: int, offload: bool) -> Layout:
     """In so many bytes, of which a token takes ``each``; one row at full length is the least."""
     longest, given = longest_row(config), config.rollout.slots
-    tokens = min(max(room // each, longest), (given or MOST_SLOTS) * longest)
+    tokens = min(max(room // each, longest), max(longest, all_pages(given or MOST_SLOTS, config)))
     slots = given or min(MOST_SLOTS, max(1, tokens // row))
     if given is None and slots > SLOTS:
         slots -= slots % SLOTS
-    return Layout(slots, None if tokens >= slots * longest else tokens, offload)
+    return Layout(slots, None if tokens >= all_pages(slots, config) else tokens, offload)
 
 
 def row_tokens(config: Config, trained: bool = True) -> int:
@@ -263,7 +317,9 @@ def row_tokens(config: Config, trained: bool = True) -> int:
 
 def used(layout: Layout, config: Config) -> int:
     """Rows that are decoded at a time, on average, where responses are as long as they may be."""
-    return max(1, min(layout.slots, layout.held(longest_row(config)) // row_tokens(config)))
+    if layout.cache_tokens is None:
+        return max(1, layout.slots)
+    return max(1, min(layout.slots, layout.cache_tokens // row_tokens(config)))
 
 
 def smallest(layouts: Sequence[Layout]) -> Layout:
@@ -302,25 +358,49 @@ class Shape:
         return self.layers * 2 * width
 
     def layer_bytes(self, size: int) -> int:
-        """For each token, of one layer in its forward pass."""
-        norms = 2 * self.hidden * (4 + 2 * size)
-        attention = 2 * (self.query_width + self.key_width) * size
-        return norms + attention + 4 * self.ffn * size
-
-    def activation_bytes(self, size: int, recompute: bool, logits: bool) -> int:
-        """For each token. A layer keeps, of ``size`` bytes an element,
+        """For each token, of one layer in its forward pass, as transformers computes it. Of ``size`` bytes an element,
 
         its two norms: the input in float32, the normalised one and the product with the weight;
         attention: queries, keys, values and the output;
         the feed-forward part: gate, up, the activation and the product.
-
-        With recomputation a layer keeps its input. In either case the layer whose backward pass runs has all of it and
-        the gradients too. Attention is taken to keep no scores, and fused kernels keep less than this.
         """
-        layer = self.layer_bytes(size)
+        norms = 2 * self.hidden * (4 + 2 * size)
+        attention = 2 * (self.query_width + self.key_width) * size
+        return norms + attention + 4 * self.ffn * size
+
+    def fused_bytes(self, size: int, adapter: bool = False) -> int:
+        """The same where kernels are fused: inputs and outputs of norms; queries and keys before and after they are
+        rotated, values and the output; gate and up. An adapter needs their product too."""
+        ffn = (3 if adapter else 2) * self.ffn
+        return (4 * self.hidden + 3 * self.query_width + 4 * self.key_width + ffn) * size
+
+    def reading_bytes(self, size: int, fused: bool, adapter: bool = False) -> int:
+        """For each token of prompts that are read, no gradients wanted: of the layer that is computed."""
+        if not fused:
+            return self.layer_bytes(size)
+        ffn = (4 if adapter else 3) * self.ffn  # what an adapter adds, and the sum
+        return (2 * (self.hidden + self.query_width + self.key_width) + ffn) * size
+
+    def backward_bytes(self, size: int, recompute: bool, fused: bool, adapter: bool = False) -> int:
+        """For each token, of the layer whose backward pass runs, beside what all layers keep: as much as it keeps, for
+        the gradients, and what was computed again."""
+        if not fused:
+            return 2 * self.layer_bytes(size)
+        return (2 if recompute else 1) * self.fused_bytes(size, adapter)
+
+    def activation_bytes(
+        self, size: int, recompute: bool, logits: bool, fused: bool = False, adapter: bool = False
+    ) -> int:
+        """For each token. All layers keep what their backward pass needs, or with recomputation their input; one of them
+        is in its backward pass. Attention is taken to keep no scores."""
+        layer = self.fused_bytes(size, adapter) if fused else self.layer_bytes(size)
         kept = self.layers * (self.hidden * size if recompute else layer)
         head = self.hidden * (2 * size + 4) + (self.vocabulary * (size + 12) if logits else 0)
-        return kept + 2 * layer + head
+        return kept + self.backward_bytes(size, recompute, fused, adapter) + head
+
+    def moved_bytes(self, size: int) -> int:
+        """For each token: what the rule of costs/seconds.py was fitted with as moved, whatever is kept."""
+        return self.activation_bytes(size, False, False)
 
 
 def choose(

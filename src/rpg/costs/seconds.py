@@ -1,8 +1,9 @@
 """How long a step takes, from what has to be read and computed (operations.py): an estimate.
 
-Two lines, fitted to the rows of docs/speed-table.md, which they meet within a fifth (tests/costs/test_seconds.py):
+Two lines, fitted to the rows of docs/speed-table.md, and the first to those of docs/long-responses.md, which they meet
+within a fifth (tests/costs/test_seconds.py):
 
-a decoding step    1.3 × its floor + 36 µs a layer
+a decoding step    1.1 × its floor + 42 µs a layer
 training           1.2 × its products + 12 × its activations moved through memory; not less than 8 ms a layer and pass
 
 Weights in 4 bits are made dense in every pass, twice or thrice for a micro-batch with gradients.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from .devices import Device
 from .operations import Ceilings, Operations
 
-DECODE, PREFILL = 1.3, 2.0  # × floor
+DECODE, PREFILL = 1.1, 2.0  # × floor
 PRODUCTS, MOVES = 1.2, 12.0
 CAPTURE = 4e-3  # seconds a layer of each decoding graph that is captured again: a guess
 OPTIMISER_BYTES = 30  # a weight: gradient, master and moments read, the last two written, and the rounded weight
@@ -27,7 +28,7 @@ class Work:
     """What a step is made of."""
 
     operations: Operations
-    activation: int  # bytes a token that the backward pass needs
+    activation: int  # bytes a token that are taken to be moved: Shape.moved_bytes
     trained: int  # parameters
     frozen: bool  # all but an adapter: no gradients of the weights
     recompute: bool

@@ -165,7 +165,7 @@ def plan(
     operations = Operations.of(model.model, dtype.itemsize)
     work = Work(
         operations=replace(operations, cache=shape.cache_bytes(dtype.itemsize, rollout.cache_dtype)),
-        activation=shape.activation_bytes(dtype.itemsize, False, False),
+        activation=shape.moved_bytes(dtype.itemsize),
         trained=model.trained,
         frozen=adapted(model.model),
         recompute=sizes.recompute,
@@ -285,7 +285,7 @@ def _linear_head(model: Any) -> bool:
 def _of_teacher(work: Work, config: Config, dtype: torch.dtype) -> Work:
     model = memory.teacher_shell(config, dtype).model
     shape = memory.Shape.of(model.config.get_text_config())
-    activation = shape.activation_bytes(dtype.itemsize, False, False)
+    activation = shape.moved_bytes(dtype.itemsize)
     return replace(work, operations=Operations.of(model, dtype.itemsize), activation=activation)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..console import amount, estimated_duration, gb, printed
-from ..costs.memory import PHASES, READ_TOKENS, longest_row
+from ..costs.memory import PHASES, read_tokens
 from ..loss.describe import advantage_text, clip_text
 from ..training.samples.collect import signal_of
 from .plan import IF_IT_FITTED, Plan, evaluations
@@ -148,8 +148,8 @@ def _memory_table(plan: Plan) -> Table:
         "base": f", {amount(plan.packed)} of them frozen in 4 bits" if plan.packed else "",
         "bits": "" if plan.config.rollout.cache_dtype == "auto" else " in 8 bits",
         "slots": plan.layout.slots,
-        "held": plan.layout.held(longest_row(plan.config)),
-        "read": READ_TOKENS,
+        "held": plan.layout.held(plan.config, not plan.device.cpu),
+        "read": read_tokens(plan.config),
         "tokens": plan.micro_tokens,
         "recompute": ", recomputed in the backward pass" if plan.recompute else "",
     }
