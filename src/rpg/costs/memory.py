@@ -391,8 +391,8 @@ class Shape:
     def activation_bytes(
         self, size: int, recompute: bool, logits: bool, fused: bool = False, adapter: bool = False
     ) -> int:
-        """For each token. All layers keep what their backward pass needs, or with recomputation their input; one of them
-        is in its backward pass. Attention is taken to keep no scores."""
+        """For each token. All layers keep what their backward pass needs, or with recomputation their input; one is in
+        its backward pass. Attention is taken to keep no scores."""
         layer = self.fused_bytes(size, adapter) if fused else self.layer_bytes(size)
         kept = self.layers * (self.hidden * size if recompute else layer)
         head = self.hidden * (2 * size + 4) + (self.vocabulary * (size + 12) if logits else 0)
